@@ -13,7 +13,7 @@ use signal_hook::iterator::Signals;
 use crate::args::BenchArgs;
 use crate::results::Results;
 
-/// Listens until the process ends. Every row is written as it comes, so there is nothing to flush.
+/// Starts a thread that waits for a signal. Every row is written as it comes, so there is nothing to flush.
 pub(crate) fn keep_rows(folder: Option<PathBuf>) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     thread::Builder::new().name("signals".into()).spawn(move || {

@@ -19,7 +19,7 @@ use crate::journal::{Journal, Output};
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
-/// Subfolders of a generated folder.
+/// Number of classes in a generated folder, each a subfolder.
 const CLASSES: usize = 10;
 /// Size of generated images, about that of ImageNet's photographs.
 const MADE: (u32, u32) = (500, 375);

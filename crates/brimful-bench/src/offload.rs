@@ -93,11 +93,11 @@ struct OffloadedUpdate {
 pub(crate) enum OffloadArgument {
     Device,
     Host,
-    /// At home, where updates run in the backward
+    /// Offloaded, with updates in the backward
     HostInBackward,
     /// As `train --offload auto` plans them within the memory limit
     Auto,
-    /// The same, where updates at home run in the backward
+    /// As auto, with updates in the backward
     AutoInBackward,
 }
 
@@ -271,7 +271,8 @@ impl<'a> Contestant<'a> {
             tokens_per_s: (samples * options.tokens) as f64 / steady.seconds,
             peak_bytes: steady.last.peak(),
             optimizer_state: options.update.optimizer_state.format(),
-            // What had an effect: updates in the backward keep no gradients, and a plan sets boundaries itself.
+            // Reports flags only if they had an effect: updates in the backward keep no gradients, and a plan sets
+            // boundaries itself.
             bf16_gradients: options.update.bf16_gradients && !offload.updates_in_backward(),
             device_boundaries: options.update.device_boundaries && why.is_none(),
             losses: [steady.first_loss, steady.last.loss],
@@ -281,8 +282,8 @@ impl<'a> Contestant<'a> {
     }
 }
 
-/// Profiles one more step with timed transfers; separate from the measured steps, because timing costs time. An
-/// update precedes it, as every other step.
+/// Profiles one more step with timed transfers. It is not one of the measured steps, because timing costs time.
+/// As before every step, an update precedes it.
 fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<HostLinkProfile> {
     training.backward(batch)?;
     training.update()?;

@@ -1,7 +1,7 @@
 //! `brimful-bench ragged`: texts of different lengths, in micro-batches cut by tokens or by samples.
 //!
-//! All contestants train the same GPT on the same mini-batch, in micro-batches of at most as many positions; they
-//! differ in how many of these are padding.
+//! All contestants train the same GPT on the same mini-batch. The maximum number of positions per micro-batch is
+//! the same for all; the share of padding differs.
 
 use std::fs;
 
@@ -189,7 +189,7 @@ fn gradient_difference(options: &RaggedOptions, texts: &Texts, device: Device) -
     Ok(difference)
 }
 
-/// Texts, and the token that follows each of theirs.
+/// Texts, and a target for each of their tokens.
 struct Texts {
     inputs: Vec<Tensor>,
     targets: Vec<Tensor>,
@@ -219,7 +219,7 @@ impl Texts {
     }
 }
 
-/// Pads these to one width.
+/// Pads texts to the length of the longest.
 fn padded(texts: &[Tensor], padding: i64) -> Tensor {
     Tensor::pad_sequence(texts, true, padding as f64, "right")
 }

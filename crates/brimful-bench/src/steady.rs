@@ -1,4 +1,4 @@
-//! Consecutive steps including their updates, however late these run.
+//! Consecutive steps including their updates, which may run during later steps.
 
 use std::time::Instant;
 
@@ -29,14 +29,14 @@ pub(crate) trait SteadyTraining {
     /// Runs the update, or starts it.
     fn update(&mut self) -> Result<()>;
 
-    /// Waits for the rest of the last update, which no next step hides.
+    /// Waits until the last update is complete. Earlier updates may overlap with the next step; the last one cannot.
     fn wait(&mut self) -> Result<()>;
 }
 
 /// Figures of such steps.
 #[derive(Debug, Serialize)]
 pub(crate) struct SteadySteps {
-    /// Mean seconds of a step: its update may run within the next.
+    /// Mean seconds of a step; a mean, because an update may run within the next step.
     pub(crate) seconds: f64,
     pub(crate) seconds_backward: f64,
     pub(crate) seconds_last_update: f64,

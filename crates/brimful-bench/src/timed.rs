@@ -75,7 +75,7 @@ pub(crate) fn take_turns<C: Copy>(
     Ok(all.into_iter().map(|(who, _, shown)| (who, shown)).collect())
 }
 
-/// Returns a step's allocations on a CPU. Not in the timed turns: accounting costs time.
+/// Runs a step on a CPU and returns its peak memory. Kept out of the timed turns, because accounting costs time.
 pub(crate) fn cpu_peak(step: impl FnOnce() -> Result<MeasuredTurn>) -> Result<Bytes> {
     let arena = Arena::new("bench");
     let inside = arena.enter();
@@ -84,7 +84,7 @@ pub(crate) fn cpu_peak(step: impl FnOnce() -> Result<MeasuredTurn>) -> Result<By
     Ok(Bytes(arena.peak()))
 }
 
-/// Runs one step of a pipeline, starting without gradients; returns the step and its seconds.
+/// Clears the gradients and runs one step of a pipeline; returns its report and its seconds.
 pub(crate) fn pipeline_step(
     pipeline: &mut Pipeline,
     (x, y): &Samples,

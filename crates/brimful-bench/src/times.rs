@@ -9,7 +9,7 @@ impl StepTimes {
         self.0.push(seconds);
     }
 
-    /// Keeps the time of a step that counts.
+    /// Adds the time of a step, unless it is a warm-up.
     pub(crate) fn push_if(&mut self, counts: bool, seconds: f64) {
         if counts {
             self.push(seconds);

@@ -198,8 +198,8 @@ impl GptShape {
         Gpt { layers, width, heads, context: sequence, vocabulary, dropout: 0.0, tied }
     }
 
-    /// Describes a Llama whose feed-forward layers are 11/4 as wide as it is, which has as many parameters as
-    /// GPT's 4.
+    /// Describes a Llama with feed-forward layers of 11/4 its width. These have about as many parameters as a GPT's
+    /// of 4 times its width.
     fn llama_config(self, vocabulary: i64, tied: bool) -> Llama {
         let Self { layers, width, sequence, .. } = self;
         let heads = width / HEAD_WIDTH;

@@ -21,7 +21,7 @@ use crate::timed::pipeline_step;
 use crate::times::StepTimes;
 use crate::work::{GptShape, Workload};
 
-/// Steps of each before the first one that counts.
+/// Steps of each contestant before the first one that counts.
 const WARM_UP: usize = 1;
 
 /// Options of `brimful-bench world`.
@@ -115,7 +115,7 @@ impl WorldOptions {
         }
     }
 
-    /// Alternates steps of both; only rank 0 has the pipeline in one process. Returns their times, in one process
+    /// Alternates steps of both pipelines; only rank 0 has the one in one process. Returns the times in one process
     /// and over ranks, and the bytes that all ranks sent in a step.
     fn measure(
         &self,
@@ -132,7 +132,7 @@ impl WorldOptions {
             if let Some(pipeline) = &mut in_one {
                 near.push_if(counts, pipeline_step(pipeline, &batch)?.1);
             }
-            // The other ranks have waited for rank 0.
+            // The other ranks wait here for rank 0.
             world.share("turn", &turn)?;
             let before = world.traffic()?.sent.0;
             let (step, seconds) = pipeline_step(&mut over_ranks, &batch)?;

@@ -106,7 +106,7 @@ impl BrimfulArgs {
     /// Parses the command line of a training, `brimful train …`.
     ///
     /// # Errors
-    /// Fails with clap's own error, or if the words are another command's.
+    /// Fails with clap's error, or if the words name another command.
     pub fn training<'a>(words: impl Iterator<Item = &'a str>) -> Result<TrainOptions> {
         match Self::try_parse_from(words)?.command {
             BrimfulCommand::Train(options) => Ok(*options),
@@ -123,7 +123,7 @@ impl CommandLine for BrimfulArgs {
     }
 
     fn run(&self) -> Result<Exit> {
-        // `sleep_soon` starts the program anew, which reads the config again; a pipe can be read only once.
+        // `sleep_soon` restarts the program, which then reads the config again. A pipe can be read only once.
         if self.command.computes() && self.global.config.as_ref().is_none_or(|path| path.is_file())
         {
             idle_threads::sleep_soon();
@@ -145,7 +145,7 @@ mod tests {
         BrimfulArgs::command().debug_assert();
     }
 
-    /// Returns every command, with all below it.
+    /// Lists every command and subcommand.
     fn commands() -> Vec<clap::Command> {
         let mut found = vec![BrimfulArgs::command()];
         found[0].build();

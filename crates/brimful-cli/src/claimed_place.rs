@@ -1,4 +1,4 @@
-//! Locks on files and folders that one program at a time may write.
+//! Locks on files and folders that only one program at a time may write.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -15,8 +15,7 @@ pub(crate) fn claim(file: &File) -> Result<()> {
     Ok(())
 }
 
-/// Lock on a path that is written beside it and then renamed into place. The lock is a file of its own, because every
-/// write replaces the file at the path.
+/// Lock on a path. The lock is a separate file, because every write replaces the file at the path.
 #[derive(Debug)]
 pub(crate) struct ClaimedPlace {
     path: PathBuf,

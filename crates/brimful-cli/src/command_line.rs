@@ -15,7 +15,7 @@ use crate::{config, interrupt, log, output, progress};
 
 /// Command line of a program: its arguments and its commands.
 pub trait CommandLine: Parser {
-    /// Name of the program, which its error messages begin with.
+    /// Name of the program, at the beginning of its error messages.
     const PROGRAM: &'static str;
 
     /// Returns the flags that every command takes.

@@ -104,7 +104,8 @@ pub fn wrong_use(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::WrongUse, text: text.into() }.into()
 }
 
-/// Makes an error of reading data or a folder one of their content, unless the system or memory has failed.
+/// Turns an error of reading data or a model's folder into one of wrong use, unless the system failed or memory ran
+/// out.
 pub(crate) fn wrong_content(error: anyhow::Error) -> anyhow::Error {
     let is_of_system = error.chain().any(|cause| cause.is::<std::io::Error>());
     match is_of_system || Exit::of(&error) != Exit::Failed {
@@ -123,7 +124,7 @@ macro_rules! ensure_use {
 }
 pub(crate) use ensure_use;
 
-/// Refuses the first of these flags that was given: it needs something else.
+/// Fails if one of these flags was given. `purpose` says what the flags are for.
 pub(crate) fn ensure_unsaid(flags: &[(&str, bool)], purpose: &str) -> anyhow::Result<()> {
     match flags.iter().find(|(_, is_said)| *is_said) {
         Some((flag, _)) => Err(wrong_use(format!("--{flag} is for {purpose}"))),
@@ -136,7 +137,7 @@ pub fn does_not_fit(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::DoesNotFit, text: text.into() }.into()
 }
 
-/// Returns whether an error was made here, with its exit code and a remedy.
+/// Returns whether an error carries its own exit code, and so has a remedy in its text.
 pub(crate) fn has_exit(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.is::<ErrorWithExit>())
 }
@@ -146,7 +147,7 @@ pub fn ran_out(error: &anyhow::Error) -> bool {
     error.chain().any(tells_of_memory)
 }
 
-/// Returns whether an error means out of memory: the library's own, tch's, or another one around it.
+/// Returns whether an error means out of memory: an error of the library, of tch, or another one around it.
 fn tells_of_memory(cause: &(dyn std::error::Error + 'static)) -> bool {
     match cause.downcast_ref::<Error>() {
         Some(error) => error.out_of_memory().is_some(),

@@ -87,7 +87,7 @@ impl FlagFile {
         // A new file within a folder that is read conflicts with nothing.
         let is_taken = other.purpose != FileUse::Reads || own.exists();
         let is_in = own != others && own.starts_with(&others) && is_taken;
-        // The check of the inner output reports it.
+        // An input within a replaced folder conflicts. An output within it is reported by its own check.
         let is_replaced = self.purpose == FileUse::WritesFolder && other.purpose == FileUse::Reads;
         let is_around = own != others && others.starts_with(&own) && is_replaced;
         let hit = own == others || is_in || is_around;
@@ -136,13 +136,13 @@ impl FlagFile {
     }
 }
 
-/// Returns whether two paths name one file or folder, existing or not, that only one of them should write.
+/// Returns whether two paths name the same file or folder, existing or not. Paths such as `/dev/null` never do.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     place(one).is_some_and(|one| place(other) == Some(one))
 }
 
-/// Returns the canonical path of a file or folder, existing or not; none for what many may write to directly, such as
-/// `/dev/null`.
+/// Returns the canonical path of a file or folder, existing or not; none for paths that many programs may write to,
+/// such as `/dev/null`.
 fn place(path: &Path) -> Option<PathBuf> {
     let place = save::place(path)?;
     let there = fs::canonicalize(&place).ok();

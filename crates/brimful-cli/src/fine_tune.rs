@@ -73,7 +73,7 @@ impl fmt::Display for LoraFlag {
 }
 
 impl FineTuneOptions {
-    /// Refuses these flags for a model that is not a folder's.
+    /// Refuses these flags for a built-in model.
     pub(crate) fn check_absent(&self) -> Result<()> {
         let flags = [
             ("lora", self.lora.is_some()),
@@ -148,7 +148,7 @@ impl FineTune {
         Ok(Arc::new(Self { pretrained, tokenizer, lora, adapter, merge, from_scratch }))
     }
 
-    /// Names the setting of the adapter that a training leaves out, if it has one.
+    /// Returns a notice if the adapter has dropout, which a training does not apply.
     pub(crate) fn left_out(&self) -> Option<String> {
         let dropout = self.adapter.as_ref().map(AdapterFolder::dropout)?;
         (dropout > 0.0).then(|| {
@@ -199,15 +199,15 @@ impl FineTune {
         }
     }
 
-    /// Loads the variables' weights.
+    /// Loads the folder's weights into the variables, and those of the adapter if there is one.
     pub(crate) fn load(&self, variables: &Named) -> Result<()> {
         self.pretrained.load(variables)?;
         let adapter = self.adapter.iter();
         adapter.map(|adapter| adapter.load(variables)).try_for_each(|loaded| Ok(loaded?))
     }
 
-    /// Loads the variables that a folder written by [`FineTune::save`] has, or with LoRA those of the model that the
-    /// training started from.
+    /// Loads variables from a folder written by [`FineTune::save`]. With LoRA, loads the model that the training
+    /// started from instead.
     pub(crate) fn load_saved(&self, folder: &Path, variables: &Named) -> Result<()> {
         match self.lora {
             Some(_) => Ok(self.pretrained.load(variables)?),
@@ -253,8 +253,8 @@ impl FineTune {
         self.lora.is_some() && !self.merge
     }
 
-    /// Writes a folder of the model with these variables, or of its adapter, together with what `add` writes into it.
-    /// The write is atomic.
+    /// Writes a folder of the model with these variables, or of its adapter. `add` may write more files into it. The
+    /// write is atomic.
     pub(crate) fn save(
         &self,
         folder: &Path,

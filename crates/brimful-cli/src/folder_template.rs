@@ -22,13 +22,12 @@ pub(crate) struct FolderTemplate {
     text: String,
     /// Tokens by the names that templates use.
     tokens: BTreeMap<String, String>,
-    /// Parsed at the first conversation: a training on other texts needs no valid template.
+    /// Template, parsed at the first conversation: a training on other texts needs no valid template.
     understood: OnceLock<Result<JinjaTemplate, String>>,
 }
 
 impl FolderTemplate {
-    /// Reads the folder's template, if it has one; `usual` are the class's tokens by name, unless the folder has
-    /// others.
+    /// Reads the folder's template, if it has one; `usual` are the default tokens of the tokenizer's class, by name.
     pub(crate) fn read(
         folder: &Path,
         told: &TokenizerConfig,
@@ -59,7 +58,7 @@ impl FolderTemplate {
     }
 }
 
-/// Returns the only template, or of several named ones the default.
+/// Returns the only template, or the default one of several named templates.
 fn usual_template(told: &Value) -> Option<&str> {
     let is_usual = |one: &&Value| one["name"] == "default";
     let named = || told.as_array()?.iter().find(is_usual)?["template"].as_str();

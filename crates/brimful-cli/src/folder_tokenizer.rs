@@ -140,7 +140,8 @@ fn add(tokenizer: &mut Tokenizer, tokens: Vec<String>) -> Result<()> {
     tokenizer.add_special_tokens(tokens).map(drop).map_err(|error| anyhow!("{error}"))
 }
 
-/// Puts the special tokens that tokenizer_config.json asks for around texts. A tokenizer.json decides this by itself.
+/// Adds a post-processor that puts the special tokens of tokenizer_config.json around texts. A tokenizer.json has its
+/// own.
 fn frame(tokenizer: &mut Tokenizer, class: TokenizerClass, told: &TokenizerConfig) -> Result<()> {
     let names = told.named_tokens(class.usual_tokens());
     let wanted = |flag: &str, name: &str| {

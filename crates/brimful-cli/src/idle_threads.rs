@@ -9,9 +9,9 @@ const SPINS: (&str, &str) = ("GOMP_SPINCOUNT", "10000");
 /// Other variables that set how threads wait.
 const SAID: [&str; 2] = ["OMP_WAIT_POLICY", "KMP_BLOCKTIME"];
 
-/// Restarts the program in this process with idle threads that soon sleep, unless the environment sets how they wait:
-/// OpenMP's library reads its variables when it is loaded, before `main`. Returns if the restart is done already or
-/// not possible.
+/// Restarts the program in this process, with idle threads that soon sleep. OpenMP's library reads its variables when
+/// it is loaded, before `main`. Returns if the environment already sets how threads wait, as it does after a restart,
+/// or if the restart fails.
 pub(crate) fn sleep_soon() {
     if SAID.iter().chain([&SPINS.0]).any(|name| env::var_os(name).is_some()) {
         return;

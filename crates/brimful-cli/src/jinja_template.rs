@@ -38,7 +38,7 @@ impl JinjaTemplate {
     /// Parses the template found at `place`, with these tokens by name.
     pub(crate) fn new(place: &str, text: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
         let mut environment = Environment::new();
-        // The settings that templates of folders are written for.
+        // Sets the syntax that templates of folders are written for.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
         environment.set_syntax(syntax);
         environment.set_unknown_method_callback(unknown_method_callback);
@@ -91,7 +91,7 @@ impl JinjaTemplate {
         written.map_err(|error| unreadable(&self.place, &error))
     }
 
-    /// Locates the answers: each is what its message adds to the text with its generation prompt.
+    /// Locates the answers. An answer is the text that its message adds after the generation prompt.
     fn answers(&self, messages: &[ChatMessage], text: &str) -> Result<Vec<Range<usize>>> {
         let (mut answers, mut done) = (Vec::new(), 0);
         for (at, _) in messages.iter().enumerate().filter(|(_, message)| message.is_answer()) {
@@ -124,8 +124,8 @@ fn unreadable(place: &str, error: &Error) -> anyhow::Error {
     anyhow!("{place}{line}: {reason}: {REMEDY}")
 }
 
-/// Replaces the blocks around answers, which Jinja does not know, by marks. They stand in a condition that always
-/// holds, so that white space around them is treated as around any block.
+/// Replaces the blocks around answers, which Jinja does not know, by marks. A mark stands in a condition that always
+/// holds, so that white space around it is treated as around any block.
 fn with_marks(text: &str) -> String {
     let mut out = String::new();
     let mut rest = text;

@@ -1,4 +1,4 @@
-//! Tensors by name, and the comparison of a file's with a model's.
+//! Tensors by name, and the comparison of a file's tensors with a model's.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,7 +14,7 @@ const NAMES_LISTED: usize = 5;
 /// Comparison of a file's tensors with a model's.
 #[derive(Debug)]
 pub(crate) struct Comparison {
-    /// Tensors of floats with the name and shape of one of the model's.
+    /// Float tensors whose name and shape match a tensor of the model.
     pub(crate) fitting: Named,
     missing: Vec<String>,
     left_over: Vec<String>,
@@ -52,7 +52,7 @@ impl Comparison {
         Self { fitting, missing, left_over, misshapen, mistyped }
     }
 
-    /// Describes why the two do not go together, or returns none if they do.
+    /// Describes the differences between file and model, or returns none if they match.
     pub(crate) fn differences(&self) -> Option<String> {
         let lists = [
             ("it lacks", &self.missing),

@@ -1,4 +1,4 @@
-//! Plan of which stages to offload, from the measured layers and the available memory.
+//! Planning of offloaded stages, from the measured layers and the available memory.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -83,7 +83,7 @@ impl OffloadPlan {
 }
 
 impl fmt::Display for OffloadPlan {
-    /// Follows the description of the model's devices.
+    /// Writes a text that follows the description of the model's devices.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Device => Ok(()),
@@ -93,7 +93,7 @@ impl fmt::Display for OffloadPlan {
     }
 }
 
-/// Bytes of host memory that a plan may use.
+/// Returns the bytes of host memory that a plan may use.
 pub(crate) fn free_host_bytes() -> Result<u64> {
     Ok((memory::host_available()?.0 as f64 * (1.0 - HOST_SPARE)) as u64)
 }
@@ -118,7 +118,7 @@ fn measured_with_loss(
     Ok(profile)
 }
 
-/// A plan in the making: the question and the measurements that answer it.
+/// Planner, with the question and the measured layers.
 struct OffloadPlanner {
     question: OffloadQuestion,
     profile: Profile,
@@ -130,7 +130,7 @@ impl OffloadPlanner {
     fn settle(&self) -> Result<OffloadPlan> {
         let OffloadQuestion { device, batch_size, adapts, .. } = self.question;
         let mut request = self.request();
-        // An automatic size goes down to one sample.
+        // An automatic size may go down to one sample.
         request.micro_batches = vec![if adapts { batch_size } else { self.micro_batches }];
         let resident = plan(&request)?.rows.swap_remove(0);
         if resident.fits {
@@ -146,7 +146,8 @@ impl OffloadPlanner {
                 return Ok(OffloadPlan::Planned { row: Box::new(row.clone()), why });
             }
         }
-        // Takes the least memory. If even that does not fit, the step reports what is missing.
+        // Offloads all stages, which takes the least memory. If even that does not fit, the step reports the missing
+        // bytes.
         Ok(OffloadPlan::Host)
     }
 

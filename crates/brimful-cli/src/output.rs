@@ -107,8 +107,8 @@ pub(crate) fn numbered(count: usize, unit: &str) -> String {
 /// Remedy for memory that ran out, unless the command knows a better one.
 const SMALLER: &str = "brimful COMMAND --help has the flags that save memory, such as --dtype bf16";
 
-/// Joins an error and its causes in one sentence, without those that an outer one repeats. If memory ran out, a remedy
-/// of the program takes the place of the library's.
+/// Joins an error and its causes in one sentence, without causes that an outer error repeats. If memory ran out, the
+/// program's remedy replaces the library's.
 pub fn causes(error: &anyhow::Error) -> String {
     let said = causes_alone(error);
     let root = internal::without_remedy(&error.root_cause().to_string());

@@ -7,7 +7,7 @@ use brimful::save;
 use brimful_report::Run;
 
 const PAGE: &str = include_str!("../page/page.html");
-/// Rules for narrow screens come last, so that they take precedence.
+/// Style sheets. Rules for narrow screens come last, so that they take precedence.
 const STYLES: [&str; 6] = [
     include_str!("../page/base.css"),
     include_str!("../page/cards.css"),

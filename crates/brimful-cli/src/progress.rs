@@ -61,7 +61,7 @@ impl Progress {
         Self(ticker)
     }
 
-    /// Starts after `done` units that were done before.
+    /// Starts the count at `done` units, which were done before.
     pub(crate) fn starting_at(self, done: usize) -> Self {
         self.0.bar.set_position(done as u64);
         self.0.bar.reset_eta();
@@ -123,7 +123,7 @@ impl Ticker {
     /// Counts `units` more units.
     pub(crate) fn advance(&self, units: usize) {
         self.bar.inc(units as u64);
-        // This runs at every micro-batch; a line that changes more often is unreadable.
+        // This runs at every micro-batch, and a line that changes that often is unreadable.
         if self.shown().told.elapsed() >= BETWEEN_LOOKS {
             self.tell();
         }

@@ -103,7 +103,7 @@ impl SavedWeights {
         tensor.size().first().copied()
     }
 
-    /// Copies the tensors to the variables of the same names. Changes nothing if they do not go together.
+    /// Copies the tensors to the variables of the same names. Changes nothing if they do not match.
     pub(crate) fn put_into(self, variables: Named, model: ModelName) -> Result<()> {
         let compared = Comparison::new(&variables, self.tensors);
         if let Some(differences) = compared.differences() {
@@ -129,7 +129,7 @@ fn of_python(path: &Path) -> String {
     )
 }
 
-/// Returns the remedy for a file of tch's own.
+/// Returns the remedy for a file written by tch.
 fn of_tch(path: &Path) -> String {
     let (from, to) = (path.display(), path.with_extension("safetensors"));
     let to = to.display();

@@ -135,7 +135,7 @@ impl Tokenizer {
             let placed = self.encode_placed(&format!("{before}{text}"))?;
             let own = placed.iter().position(|(_, place)| place.end > before.len_utf8());
             let own = &placed[own.unwrap_or(placed.len())..];
-            // A token that reaches back is split: the text before it is encoded already.
+            // A token that begins before the part is split, because the text before the part is already encoded.
             if own.first().is_none_or(|(_, place)| place.start >= before.len_utf8()) {
                 return Ok(own.iter().map(|(token, _)| *token).collect());
             }
@@ -211,7 +211,7 @@ impl Tokenizer {
 }
 
 impl Words {
-    /// Separates a vocabulary from settings that do not apply to every text.
+    /// Removes the vocabulary's post-processor, padding and truncation. Keeps the post-processor's tokens apart.
     fn new(mut vocabulary: Vocabulary) -> Result<Self> {
         // Callers cut and pad sequences themselves, and need their true lengths.
         vocabulary.with_padding(None);

@@ -10,7 +10,7 @@ use crate::exit::wrong_use;
 use crate::files::text_of;
 
 const FILE: &str = "tokenizer_config.json";
-/// Read if tokenizer_config.json has no `added_tokens_decoder`.
+/// File that is read if tokenizer_config.json has no `added_tokens_decoder`.
 const OLDER_FILE: &str = "special_tokens_map.json";
 /// Keys of the lists of special tokens without names, the newer key first.
 const UNNAMED: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];

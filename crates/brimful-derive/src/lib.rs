@@ -9,7 +9,7 @@ const NOT_AN_ENUM: &str = "`Batch` cannot be derived for an enum: make it a stru
     fields, or implement `brimful::Batch` by hand (its documentation shows how)";
 const NOT_A_UNION: &str = "`Batch` cannot be derived for a union: make it a struct";
 
-/// Makes a struct a batch, by cutting and joining its fields, each of which is a batch.
+/// Implements `Batch` for a struct, by cutting and joining its fields. Each field must be a batch.
 ///
 /// A field with `#[batch(shared)]` is the same for every micro-batch, as if it were in `Shared`. Type
 /// parameters must be batches too. Enums and unions are refused.
@@ -61,7 +61,7 @@ fn expand(input: &DeriveInput) -> Result<TokenStream> {
     })
 }
 
-/// Returns the fields by their names, and the functions that receive the leaves of each.
+/// Returns the names of the fields, and for each field the function that receives its leaves.
 fn read_fields(input: &DeriveInput) -> Result<(Vec<Member>, Vec<TokenStream>)> {
     let fields = match &input.data {
         Data::Struct(data) => &data.fields,

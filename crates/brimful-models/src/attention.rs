@@ -24,7 +24,7 @@ impl BlockCache {
 }
 
 /// Queries, keys and values, each samples × sequence × heads × width. With grouped queries, several heads of queries
-/// share one of keys and values.
+/// share one head of keys and values.
 #[derive(Debug)]
 pub(crate) struct Heads {
     pub(crate) queries: Tensor,
@@ -42,8 +42,8 @@ impl Heads {
             Some(own) => own.cache.extend(own.block, &k, &v),
             None => [k, v],
         };
-        // A single token attends to all before it, without a mask; of several tokens after others, each attends to
-        // one more.
+        // A single token attends to all tokens before it, so it needs no mask. If several tokens follow cached ones,
+        // each attends to one token more than the previous one.
         let is_causal = first == 0 && sequence > 1;
         let mask = (first > 0 && sequence > 1).then(|| {
             let all = Tensor::ones([sequence, first + sequence], (Kind::Bool, q.device()));

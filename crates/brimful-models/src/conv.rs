@@ -3,7 +3,8 @@
 use tch::nn::init::{FanInOut, NonLinearity, NormalOrUniform};
 use tch::nn::{self, Init, Path};
 
-/// A convolution that keeps the size apart from its stride. It has no bias, because a normalisation follows.
+/// A convolution whose output is smaller than its input only by its stride. It has no bias, because a
+/// normalisation follows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ConvShape {
     pub(crate) from: i64,

@@ -72,8 +72,8 @@ impl Gpt {
         width
     }
 
-    /// Standard deviation for the projections into the residual stream. Each block adds two of them; smaller weights
-    /// keep the variance of the sum independent of the depth.
+    /// Returns the standard deviation for the projections into the residual stream. Each block adds two of them;
+    /// smaller weights keep the variance of the sum independent of the depth.
     fn residual_spread(&self) -> f64 {
         SPREAD / (2.0 * self.layers as f64).sqrt()
     }
@@ -106,9 +106,9 @@ fn with_head(config: &Gpt, body: Layers, owner: &str) -> Layers {
     add_head(body, table, config.tied.then_some(owner))
 }
 
-/// Returns a [`gpt`] without its head, from token numbers to hidden states (samples × sequence × width). It is for a
-/// loss that takes the head's weight itself, so that all logits never exist at once. The weight of a tied head is the
-/// variable `wte.weight`:
+/// Returns a [`gpt`] without its head, from token numbers to hidden states (samples × sequence × width). Use it with a
+/// loss that takes the head's weight itself, so that the logits of all tokens never exist at once. The weight of a tied
+/// head is the variable `wte.weight`:
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;
@@ -151,7 +151,7 @@ fn body(config: &Gpt, cache: Option<&KeyValueCache>) -> Layers {
         .add("ln_f", move |p| layer_norm(p, width))
 }
 
-/// Adds to each token the embedding of its position.
+/// Layer that adds the embedding of its position to each token.
 #[derive(Debug)]
 struct Positions {
     table: Tensor,
@@ -218,7 +218,7 @@ impl ModuleT for TransformerBlock {
 /// Causal self-attention.
 #[derive(Debug)]
 struct Attention {
-    /// Projects to queries, keys and values in one multiplication.
+    /// Projection to queries, keys and values in one multiplication.
     split: Projection,
     join: Projection,
     heads: i64,

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 /// Cache of the keys and values of a transformer's blocks. Clones share one cache.
 ///
-/// A forward takes the tokens that follow those seen. Running it again, as after a failed step, gives the same
+/// A forward takes the tokens after the ones already seen. Running it again, as after a failed step, gives the same
 /// result. [`KeyValueCache::advance`] then counts its tokens as seen.
 ///
 /// ```
@@ -71,8 +71,8 @@ impl KeyValueCache {
         seen.blocks.clear();
     }
 
-    /// Appends keys and values (samples × heads × sequence × width), and returns those of all tokens so far for a
-    /// block.
+    /// Appends a block's keys and values (samples × heads × sequence × width), and returns the block's keys and
+    /// values of all tokens so far.
     ///
     /// # Panics
     /// Panics if they exceed the capacity.

@@ -5,7 +5,7 @@
 //! | --- | --- | --- |
 //! | [`mlp`] | each linear layer and each activation | – |
 //! | [`resnet18`], [`resnet50`], [`resnet101`], [`ResNet`] | stem, each residual block, head | torchvision |
-//! | [`UNet`] | each convolution with what follows it, each pool, up and end of a skip | – |
+//! | [`UNet`] | each convolution with its normalisation, each pool, up and end of a skip | – |
 //! | [`AmoebaNet`] | stem, each cell, head | – |
 //! | [`gpt`], [`gpt_body`], [`Gpt`] | embeddings, each transformer block, head | GPT-2 |
 //! | [`llama`], [`Llama`] | embedding, each transformer block, norm, head | Llama, Mistral, Qwen2 |

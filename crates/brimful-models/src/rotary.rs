@@ -21,8 +21,8 @@ pub enum RotaryScaling {
         /// The factor.
         factor: f64,
     },
-    /// Slow pairs rotate slower by a factor, fast ones at their own speed, and those between by an interpolated
-    /// factor.
+    /// Slow pairs rotate slower by a factor, fast pairs at their own speed, and pairs in between slower by an
+    /// interpolated factor.
     Llama3 {
         /// Factor by which slow pairs rotate slower.
         factor: f64,
@@ -66,7 +66,7 @@ impl RotaryTables {
         Self { speeds, context: config.context, made: Mutex::new(Vec::new()) }
     }
 
-    /// Rotates queries or keys (samples × sequence × heads × width), the first token of which is at position `first`.
+    /// Rotates queries or keys (samples × sequence × heads × width) whose first token is at position `first`.
     ///
     /// # Panics
     /// Panics if they end beyond the context, or memory runs out.

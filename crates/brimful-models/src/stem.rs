@@ -6,7 +6,8 @@
 //!
 //! ```text
 //!   out[h] = Σ w[k] · x[2h + k − 3]                k = 0…6
-//!          = Σ v[2j + a] · X[h + j − 2][a]         j = 0…3, a = 0, 1,  with X[h][a] = x[2h + a] and v = 0, w[0], …, w[6]
+//!          = Σ v[2j + a] · X[h + j − 2][a]         j = 0…3, a = 0, 1
+//!   with X[h][a] = x[2h + a] and v = 0, w[0], …, w[6]
 //! ```
 //!
 //! Columns follow the same formula.
@@ -41,8 +42,8 @@ impl Module for StemConv {
     }
 }
 
-/// Returns whether tensor cores would multiply zeros. Inputs that require a gradient are excluded, since it would
-/// have to pass back through the squares.
+/// Returns whether the convolution is faster over squares, because tensor cores would otherwise multiply zeros. Inputs
+/// that require a gradient are excluded, since it would have to pass back through the squares.
 fn is_faster_folded(x: &Tensor) -> bool {
     let is_even = matches!(x.size()[..], [_, 1..=4, h, w] if h % 2 == 0 && w % 2 == 0);
     let channels_last = is_even && x.stride()[1] == 1;
@@ -54,7 +55,7 @@ fn is_faster_folded(x: &Tensor) -> bool {
     by_cores && channels_last && !x.requires_grad()
 }
 
-/// Number of channels that tensor cores need a multiple of: 32 bytes in half precision, 16 bytes in f32.
+/// Returns the number that must divide the channels for tensor cores: 32 bytes in half precision, 16 bytes in f32.
 fn channels_of_cores(kind: Kind) -> i64 {
     if kind == Kind::Float { 4 } else { 16 }
 }

@@ -9,7 +9,7 @@ use tch::nn::{Module, Path};
 pub const LANGUAGE_HEAD: &str = "lm_head";
 /// Names of the embeddings that a tied head may share, for all models here.
 const TABLES: [&str; 3] = ["wte", "transformer.wte", "model.embed_tokens"];
-/// A GPU's fast kernels need a number of rows that is a multiple of this.
+/// Number that must divide the rows of a head for a GPU's fast kernels.
 const FAST_ROWS: i64 = 64;
 
 /// Returns the weight of the head of a language model built under this path, tied or not.

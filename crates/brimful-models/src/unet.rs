@@ -1,4 +1,4 @@
-//! A U-Net (B, C), which classifies each pixel of an image, of any size.
+//! A U-Net (B, C), which classifies each pixel of an image.
 //!
 //! "U-Net: Convolutional Networks for Biomedical Image Segmentation", Ronneberger et al., 2015, with
 //! the two numbers of "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", Kim
@@ -51,7 +51,7 @@ pub struct UNet {
 }
 
 impl UNet {
-    /// Returns the shape of the paper's U-Net (B, C): colour images, one logit per pixel, a tenth dropped.
+    /// Returns the shape of the paper's U-Net (B, C): colour images, one logit per pixel, dropout of 0.1.
     pub fn new(blocks: usize, channels: i64) -> Self {
         Self { blocks, channels, in_channels: 3, out_channels: 1, dropout: 0.1 }
     }

@@ -1,6 +1,7 @@
 //! Binary search for the end of a run.
 
-/// Counts the numbers 0, 1, 2, … below `count` that pass, if those that pass come first.
+/// Counts the numbers 0, 1, 2, … below `count` that pass. Every number that passes must come before the
+/// first one that fails.
 pub(crate) fn count_while(count: usize, passes: impl Fn(usize) -> bool) -> usize {
     let (mut passed, mut failed) = (0, count);
     while passed < failed {

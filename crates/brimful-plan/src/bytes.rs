@@ -38,7 +38,7 @@ pub struct Bytes(pub u64);
      B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB or in short K, M, G, T (powers of 1024)"
 )]
 pub struct BytesError {
-    /// The text.
+    /// Text as given.
     pub text: String,
 }
 

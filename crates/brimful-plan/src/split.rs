@@ -150,8 +150,8 @@ fn filled(lengths: &[usize], tokens: usize) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Returns the start of range `number`, counted from 0, of `count` near-equal ranges: as listed by
-/// [`by_size`] and [`by_count`], for ranges too many to list.
+/// Returns the start of range `number`, counted from 0, of `count` near-equal ranges. The ranges are those
+/// of [`by_size`] and [`by_count`], but are not listed, so there may be very many.
 #[must_use]
 pub fn start(samples: usize, count: usize, number: usize) -> usize {
     let count = count.max(1);

@@ -72,7 +72,7 @@ impl Run {
 fn parse(text: &[u8], path: String) -> Result<Run, RunError> {
     let head: Head = match serde_json::from_slice(text) {
         Ok(head) => head,
-        // It began as JSON, and was cut off.
+        // The text begins as JSON, but is cut off.
         Err(error) if error.is_eof() && !text.is_empty() => {
             return Err(RunError::Damaged { path, reason: error.to_string() });
         }

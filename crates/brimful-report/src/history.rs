@@ -17,13 +17,13 @@ const POINTS: usize = 4096;
 pub struct Steps {
     /// Number of steps in a point; the last one may have fewer.
     pub every: usize,
-    /// Number of its last step, from 1 on.
+    /// Number of the point's last step, counted from 1.
     pub number: Vec<usize>,
-    /// Seconds from the run's start to its end.
+    /// Seconds from the run's start to the point's end.
     pub seconds: Vec<f64>,
     /// Mean loss; `None` if it is non-finite.
     pub loss: Vec<Option<f64>>,
-    /// Rate in samples a second.
+    /// Rate in samples per second.
     pub samples_per_s: Vec<f64>,
     /// Size of the largest micro-batch.
     pub micro_batch: Vec<usize>,
@@ -102,7 +102,7 @@ impl History {
         }
     }
 
-    /// Joins the point with the last one while that has fewer than `every` steps.
+    /// Joins the point with the last one if that has fewer than `every` steps; otherwise appends it.
     fn put(&mut self, point: Point) {
         match self.points.last_mut() {
             Some(last) if last.steps < self.every => last.join(point),

@@ -76,7 +76,7 @@ impl Kept {
 }
 
 impl Numbered {
-    /// Number of actions and transfers, which take as much space.
+    /// Returns the number of actions and transfers; a transfer takes as much space as an action.
     fn actions(&self) -> usize {
         let Timeline { spans, host_links, .. } = &self.ran;
         let transfers = host_links.iter().map(|host_link| host_link.transfers.len());
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use brimful_plan::schedule::{Recompute, Schedule};
 
-    /// Records steps that took so many seconds each; returns the titles of those that are kept.
+    /// Records a step for each of `seconds`; returns the titles of the kept steps.
     fn kept(micro_batches: usize, seconds: &[u64]) -> Vec<String> {
         let actions = Schedule::GPipe.actions(2, micro_batches, Recompute::Never);
         let actions = Arc::new(actions.expect("a schedule"));

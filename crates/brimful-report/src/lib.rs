@@ -183,7 +183,7 @@ impl Decided {
         }
     }
 
-    /// Whether it has the same size, outcome and reason as the decision before.
+    /// Returns whether it has the same size, outcome and reason as the previous decision.
     fn repeats(&self, before: &Self) -> bool {
         (self.size, self.outcome, &self.why) == (before.size, before.outcome, &before.why)
     }

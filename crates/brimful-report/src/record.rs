@@ -34,7 +34,7 @@ impl Record {
         self.peaks.iter().flatten().max().copied().unwrap_or_default()
     }
 
-    /// Returns the rate in samples a second.
+    /// Returns the rate in samples per second.
     pub(super) fn rate(&self) -> f64 {
         self.samples as f64 / self.time.as_secs_f64().max(f64::MIN_POSITIVE)
     }

@@ -15,7 +15,7 @@ pub struct TimelineRecord {
     pub unit: Unit,
     /// Length of one count in the lanes' columns, in that unit.
     pub resolution: f64,
-    /// Time from the first action's start to the last one's end.
+    /// Time from the first start to the last end, of actions and transfers.
     pub makespan: f64,
     /// Idle time of all devices over all their time.
     pub bubble: f64,
@@ -41,7 +41,7 @@ pub enum Unit {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Lane {
-    /// Time at which it computes.
+    /// Time during which it computes.
     pub busy: f64,
     /// Idle time until the last device is done.
     pub idle: f64,
@@ -252,8 +252,8 @@ fn check_kinds(kinds: &str, letters: &[char], among: &str) -> Result<(), String>
     }
 }
 
-/// Returns the counts between spans and within them. Start and end are rounded, not differences, so that
-/// rounding errors do not add up.
+/// Returns the counts between spans and within them. Starts and ends are rounded instead of differences, so
+/// that rounding errors do not add up.
 fn counts(spans: impl Iterator<Item = (f64, f64)>, resolution: f64) -> (Vec<u64>, Vec<u64>) {
     let count = |time: f64| (time / resolution).round() as u64;
     let mut before = 0;

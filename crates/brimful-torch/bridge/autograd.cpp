@@ -41,8 +41,8 @@ void check_fits(const at::Tensor& tensor, const at::Tensor& gradient) {
 
 using Arrived = void (*)(void* context, size_t parameter);
 
-// Reports a parameter's accumulated gradient if it is on a CPU and on the waiting thread. On other threads the
-// callback would not be safe, and on other devices the values are not computed yet.
+// Reports a parameter's accumulated gradient if it is on a CPU and arrives on the thread that created the watch. On
+// other threads the callback would not be safe, and on other devices the values are not computed yet.
 struct Watch final : torch::autograd::PostAccumulateGradHook {
   Watch(Arrived arrived, void* context, size_t parameter)
       : arrived(arrived), context(context), parameter(parameter) {}
@@ -72,7 +72,7 @@ struct Watches {
   std::vector<at::Tensor> list;
 };
 
-// Returns none if libtorch has to report what is wrong.
+// Collects the roots and their gradients. Returns none if libtorch must refuse one of them and report why.
 std::optional<brimful::DirectBackward> directly(
     const variable_list& roots, const variable_list& gradients, bool keep_graph) {
   brimful::DirectBackward direct;

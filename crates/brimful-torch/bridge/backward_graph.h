@@ -36,7 +36,7 @@ class BackwardGraph {
   // Rereads a node's edges after they were redirected to other places of the graph, or removed.
   void look_again(uint32_t at);
 
-  // Index of a node in the graph; `kNone` for others.
+  // Returns the index of a node in the graph; `kNone` for other nodes.
   uint32_t find(torch::autograd::Node* node) const {
     const auto found = index_.find(node);
     return found == index_.end() ? kNone : found->second;

@@ -292,7 +292,7 @@ at::Tensor by_kernels(
   return y;
 }
 
-// Per-channel values as the forward's kernel stores them, from given statistics.
+// Returns the per-channel values that the forward's kernel would store, from the running statistics.
 at::Tensor saved_of_running(const BatchNormGiven& norm) {
   const auto mean = norm.running_mean.to(at::kFloat);
   const auto deviation = norm.running_variance.to(at::kFloat).add(norm.eps).rsqrt();
@@ -322,7 +322,7 @@ at::Tensor by_libtorch(const BatchNormGiven& norm) {
       norm.momentum, norm.eps, true);
 }
 
-// In place: no other operation reads a normalisation's output, which is as large as the input.
+// Adds and applies ReLU in place: no other operation reads the normalised values, which are as large as the input.
 at::Tensor by_libtorch(const BatchNormGiven& norm, const Beside& beside, bool relu) {
   at::Tensor y = by_libtorch(norm);
   if (beside.is_norm()) y.add_(by_libtorch(beside.norm));

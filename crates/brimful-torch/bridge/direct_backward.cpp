@@ -50,7 +50,7 @@ struct Keeping {
   const std::optional<bool> before;
 };
 
-// Checks for each node whether it needs the engine.
+// Check of each node: without hooks and on the common stream, it does not need the engine.
 class OneStream {
  public:
   bool takes(Node& node) {
@@ -59,7 +59,7 @@ class OneStream {
     return !hooks && is_on_it(node);
   }
 
-  // None if everything is on the CPU.
+  // Returns the stream of all nodes; none if everything is on the CPU.
   const std::optional<c10::Stream>& here() const { return here_; }
 
  private:
@@ -217,8 +217,8 @@ class DirectRun {
     gather(gathered.at(input), std::move(gradient));
   }
 
-  // Nodes created later in the forward run first, and leaves before all others, as in the engine: this minimises
-  // the pending gradients.
+  // Queues a node. Nodes created later in the forward run first, and leaves before all others, as in the engine:
+  // this minimises the pending gradients.
   void get_ready(uint32_t at) {
     if (std::exchange(visits_[at].is_ready, true)) return;
     ready_.emplace(graph_.places[at].node->sequence_nr(), at);
@@ -237,8 +237,8 @@ class DirectRun {
     }
   }
 
-  // Marks the edges to leaves that no other node brings a gradient to, for a node whose weight gradient is a
-  // separate product or convolution. Empty if there are no such edges, or no others.
+  // Returns, for each edge of a place, whether it leads to a leaf that no other node brings a gradient to. Empty if
+  // all edges or none do, and for a node whose weight gradient is no separate product or convolution.
   std::vector<bool> weights_of(const BackwardGraph::Place& place) const {
     const auto* ours = dynamic_cast<const brimful::kernels::KernelNode*>(place.node);
     const bool split =

@@ -33,7 +33,7 @@ struct DirectBackward {
   }
 
   // Returns the gradients of the ends, then those in `passed`. Returns none if the engine is needed: then nothing
-  // has run and the gradients are still here. The roots belong to this graph.
+  // has run and the gradients are still here. The roots must be in this graph.
   std::optional<torch::autograd::variable_list> run(const BackwardGraph& graph);
 };
 

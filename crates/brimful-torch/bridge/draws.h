@@ -14,7 +14,7 @@ inline bool takes_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Other devices have their own generators.
+// Returns whether a value is on another device, or names one: other devices have their own generators.
 inline bool is_elsewhere(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() && !value.toTensor().is_cpu();
   return value.isDevice() && !value.toDevice().is_cpu();

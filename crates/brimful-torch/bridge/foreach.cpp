@@ -23,8 +23,8 @@ using brimful::list_of;
 
 namespace {
 
-// Calls `body` once for the tensors of each device and dtype: such a call is fast, and the other operand of a
-// whole list has only one device and dtype.
+// Calls `body` once for the tensors of each device and dtype. Such a call is fast, and can have its other operand on
+// that device and of that dtype.
 template <class Body>
 void for_each_alike(const std::vector<at::Tensor>& tensors, Body&& body) {
   std::vector<bool> done(tensors.size(), false);

@@ -31,7 +31,8 @@ bool is_alike_in_memory(const at::Tensor& sum, const at::Tensor& gradient) {
          sum.is_non_overlapping_and_dense() && is_aligned(sum) && is_aligned(gradient);
 }
 
-// Adds gradients of one dtype and device with the kernel, and removes them from the lists.
+// Adds gradients of one dtype and device with the kernel, and removes them from the lists. Returns whether there
+// were any.
 bool add_some_by_kernel(std::vector<at::Tensor>& sums, std::vector<at::Tensor>& gradients) {
   const auto like = gradients.front();
   AddHalvesArguments arguments{};

@@ -1,9 +1,9 @@
 // Optimizer steps on the host, in one pass over the memory:
 //
-//   parameter · gradient · moments  ──▶  blocks in the first cache, widened  ──▶  parameter' · moments'
+//   parameter · gradient · moments  ──▶  blocks in the L1 cache, widened  ──▶  parameter' · moments'
 //
-// Each step of the way is a loop over a block, for every dtype one to widen and one to narrow, and one for each rule.
-// Compiled without contractions, and for wide registers where the machine has them.
+// Each stage is a loop over a block: every dtype has one that widens and one that narrows, and every rule has one.
+// They are compiled without contractions, and for wide registers where the machine has them.
 
 #include "host_update.h"
 
@@ -57,7 +57,7 @@ SHARED Number largest_of(Number a, Number b) {
 
 #include "../kernels/update_math.h"
 
-// Four blocks of f64 are 32 KiB.
+// Four arrays of f64 (parameter, gradient, two moments) take 32 KiB.
 constexpr int64_t kBlock = 1024;
 static_assert(kBlock % UPDATE_GROUP == 0, "a block has whole groups");
 
@@ -192,7 +192,7 @@ SHARED void narrow_moment(
   float* scales = places.scales[which] + begin / UPDATE_GROUP;
   for (int64_t first = 0; first < count; first += UPDATE_GROUP) {
     const int64_t end = group_end(first, count);
-    // Numbers above zero are in the order of their bits, and of integers the compiler makes a wide maximum.
+    // Non-negative floats are ordered as their bits are, and the compiler vectorises a maximum of integers.
     int largest = 0;
     for (int64_t i = first; i < end; ++i) {
       const int bits = static_cast<int>(bits_of(absolute(from[i])));

@@ -17,7 +17,8 @@ struct HostUpdate {
   float step;  // number of this step, counted from 1
 };
 
-// Updates the elements from `begin`, a multiple of UPDATE_GROUP, to `end`, one too or the number of all.
+// Updates the elements from `begin` to `end`. Both are multiples of UPDATE_GROUP, unless `end` is the number of
+// elements.
 void host_update(const UpdateOptions& options, const HostUpdate& update, int64_t begin, int64_t end);
 
 }  // namespace brimful

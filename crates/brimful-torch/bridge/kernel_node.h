@@ -46,7 +46,7 @@ class KernelNode : public torch::autograd::Node {
     return backward(std::move(gradients));
   }
 
-  // True if the backward can be split: the node gains from running for its inputs first and for its weights
+  // Returns whether the backward can be split: the node gains from running for its inputs first and for its weights
   // later. False if one kernel computes both.
   virtual bool is_splittable() const { return false; }
 

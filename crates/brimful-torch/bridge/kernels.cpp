@@ -33,7 +33,8 @@ Refusals& refusals() {
   return all;
 }
 
-// An unknown word switches the kernels off: a variable that is set asks for something other than the default.
+// Returns whether BRIMFUL_KERNELS leaves the kernels on. An unknown word switches them off: a variable that is set
+// asks for something other than the default.
 bool asked_for() {
   const char* asked = std::getenv("BRIMFUL_KERNELS");
   if (asked == nullptr) return true;
@@ -147,7 +148,7 @@ int32_t brimful_kernels_compile(
   });
 }
 
-// Compiles it on a background thread, for the next caller that needs it.
+// Compiles a source on a background thread, for the next caller that needs it.
 int32_t brimful_kernels_compile_ahead(
     const char* source, const char* defines, int32_t architecture, char** message) noexcept {
   return guarded(message, [&] {

@@ -121,7 +121,7 @@ void leave_gradient(at::Tensor& powers, const at::Tensor& sums, const Targets& t
   }
 }
 
-// Computes the losses of rows of logits, which are overwritten.
+// Computes the losses of rows of logits, which are overwritten: by their gradient, if `gradient` is set.
 at::Tensor row_losses(at::Tensor& logits, const Targets& targets, bool gradient) {
   logits.sub_(logits.amax({1}, /*keepdim=*/true));
   auto of_target = logits.gather(1, targets.index.unsqueeze(1));
@@ -256,7 +256,8 @@ struct Head {
     }
   }
 
-  // Turns the logits of a chunk into their gradient; returns it in the dtype of sums if that copy exists.
+  // Computes the losses of a chunk and overwrites its logits by their gradient, if any is wanted. Returns the f32
+  // copy of the chunk if there is one, else the chunk.
   at::Tensor use(at::Tensor& chunk, const Targets& of_chunk, at::Tensor its_losses) {
     const bool gradient = wanted.any();
     if (row_losses_by_kernel(chunk, of_chunk, gradient, its_losses)) return chunk;
@@ -321,7 +322,8 @@ void add_scaled_product(
   });
 }
 
-// Keeps the gradients, which its backward scales, or the gradient of the logits.
+// Autograd node. It keeps the gradients, which its backward scales; or the gradient of the logits, if products are
+// deferred.
 struct LinearCrossEntropyNode final : KernelNode {
   // Edges of the node, in this order.
   enum Input { kHidden, kWeight, kBias };
@@ -374,8 +376,8 @@ struct LinearCrossEntropyNode final : KernelNode {
 
   // In the order of the edges; undefined if not wanted or deferred.
   std::array<at::Tensor, 3> kept;
-  at::Tensor logits;  // their gradient, if products are deferred
-  SavedVariable hidden;  // kept in that case
+  at::Tensor logits;  // gradient of the logits, if products are deferred
+  SavedVariable hidden;  // saved if products are deferred
   SavedVariable weight;
   at::ScalarType kind = at::kFloat;
 };

@@ -13,7 +13,7 @@ using brimful::guarded;
 
 namespace {
 
-// A device's allocator is not set up before its first use.
+// Returns a device's allocator, which is not set up before its first use.
 c10::DeviceAllocator& allocator_of(c10::Device device) {
   at::globalContext().lazyInitDevice(device.type());
   return *c10::getDeviceAllocator(device.type());
@@ -23,7 +23,7 @@ c10::DeviceAllocator& allocator_of(c10::Device device) {
 
 extern "C" {
 
-// In bytes, except retries and refusals, which are counts; in the order of src/memory.rs.
+// Writes the statistics in the order of src/memory.rs: in bytes, except retries and refusals, which are counts.
 int32_t brimful_device_memory(
     int32_t index, std::array<int64_t, 7>* out, char** message) noexcept {
   return guarded(message, [&] {

@@ -37,7 +37,7 @@ struct NormGiven {
 struct NormDone {
   at::Tensor sum;  // x itself without a residual
   at::Tensor out;
-  // Per row, in f32: inverse deviation, then the mean, which RMSNorm lacks.
+  // In f32: the inverse deviations of all rows, then their means, which RMSNorm lacks.
   at::Tensor statistics;
 };
 
@@ -143,7 +143,7 @@ void backward_by_libtorch(NormGradient& g) {
   g.of_x = of_x.to(kind).view_as(g.sum);
 }
 
-// Its outputs are the sum, if requested, and the normalised values.
+// Autograd node. Its outputs are the sum, if requested, and the normalised values.
 struct NormNode final : KernelNode {
   // Edges of the node, in this order.
   enum Input { kX, kResidual, kWeight, kBias };

@@ -66,7 +66,7 @@ OfferedSum* offered(const at::Tensor& parameter) {
   return found == all.sums.end() ? nullptr : &found->second;
 }
 
-// Tables on one device, at most one for each sum.
+// Sums, each with a table of partial sums to add; all on one device, at most one table for each sum.
 using Tables = std::vector<std::pair<at::Tensor*, at::Tensor>>;
 
 void add_by_kernel(const Tables& tables, size_t from, size_t count) {
@@ -103,7 +103,7 @@ void add_up(const Tables& tables) {
   }
 }
 
-// Returns the next table of each parameter on the first one's device; empty when all have been added.
+// Takes the next table of each parameter on the first one's device; empty when none are left.
 Tables next_tables(const at::Tensor* const* parameters, size_t count) {
   Tables tables;
   for (size_t i = 0; i < count; ++i) {

@@ -26,7 +26,7 @@ using brimful::HostUpdate;
 
 namespace {
 
-// Numbers of a thread's share.
+// Elements in a thread's share of the work.
 constexpr int64_t kShare = 32768;
 static_assert(kShare % UPDATE_GROUP == 0, "a share has whole groups");
 
@@ -65,13 +65,16 @@ void check(const at::Tensor& parameter, const at::Tensor* other, const char* wha
       parameter.sizes(), ", strides ", parameter.strides(), "), or that is not dense");
 }
 
-// Loops and kernels read all of it at its address, so nothing else may reach them.
+// Checks all tensors of an update: loops and kernels read them by address, without any check.
 void check(const BrimfulUpdate& u, int rule) {
   const at::Tensor& parameter = *u.parameter;
   check(parameter, u.parameter, "parameter");
   check(parameter, u.gradient, "gradient");
   check(parameter, u.master, "master");
   const auto kind = kind_of(parameter);
+  TORCH_CHECK(
+      kind != kUpdateEightBit && (kind != kUpdateF16 || rule != kDirection),
+      "an optimizer cannot update ", parameter.toString());
   TORCH_CHECK(
       kind_of(*u.gradient) != kUpdateEightBit &&
           (kind_of(*u.gradient) == kUpdateF64) == (kind == kUpdateF64),
@@ -103,7 +106,7 @@ void check(const BrimfulUpdate& u, int rule) {
       "a step counter must be one f32 on its parameter's device");
 }
 
-// A kernel reads the rate at its address without any check.
+// Checks the rate, which a kernel reads by address without any check.
 void check_rate(const at::Tensor* rate, const at::Tensor& parameter) {
   if (rate == nullptr) return;
   TORCH_CHECK(
@@ -141,7 +144,7 @@ void update_on_host(
   });
 }
 
-// Takes the step by the kernel for at most UPDATED_AT_ONCE parameters of one dtype.
+// Takes the step with the kernel, for at most UPDATED_AT_ONCE parameters of one dtype.
 void update_by_kernel(
     const BrimfulUpdate* all, size_t count, const UpdateOptions& o, const at::Tensor* rate) {
   const auto parameter = kind_of(*all[0].parameter), moment = moment_kind(all[0]);
@@ -226,7 +229,7 @@ void put(const at::Tensor& number, const BrimfulUpdate& u) {
   flat(*u.master).copy_(bits.sub(high.bitwise_left_shift(16)).masked_fill(is_nan, 0));
 }
 
-// Takes the step of one parameter by libtorch's operations: the rules of kernels/update_math.h.
+// Takes the step of one parameter with libtorch's operations, by the rules of kernels/update_math.h.
 void update_by_libtorch(const BrimfulUpdate& u, const UpdateOptions& o, const at::Tensor* given) {
   auto p = joined(u);
   const auto rate = given == nullptr ? at::full({}, o.rate, p.options().dtype(at::kDouble))
@@ -247,7 +250,9 @@ void update_by_libtorch(const BrimfulUpdate& u, const UpdateOptions& o, const at
     m = m.lerp(g, 1 - o.beta1);
     p = o.nesterov ? g.lerp(m, o.beta1) : m;
   } else {
-    const auto step = u.step->to(at::kDouble).add(1);
+    const auto before = u.step == nullptr ? at::full({}, 0.0, p.options().dtype(at::kDouble))
+                                          : u.step->to(at::kDouble);
+    const auto step = before.add(1);
     m = m.lerp(g, 1 - o.beta1);
     v = v.mul(o.beta2).addcmul(g, g, 1 - o.beta2);
     if (most.defined()) most = at::maximum(most, v);
@@ -263,6 +268,14 @@ void update_by_libtorch(const BrimfulUpdate& u, const UpdateOptions& o, const at
 void update_on_device(
     const BrimfulUpdate* all, size_t count, const UpdateOptions& o, const at::Tensor* rate) {
   const brimful::kernels::OwnWork own(*all[0].parameter);
+  for (size_t i = 1; i < count; ++i) {
+    const at::Tensor &one = *all[0].parameter, &other = *all[i].parameter;
+    TORCH_CHECK(
+        one.device() == other.device() && kind_of(one) == kind_of(other) &&
+            moment_kind(all[0]) == moment_kind(all[i]),
+        "one update is of parameters alike in device and dtypes, but one is of ", one.toString(), " on ",
+        one.device(), " and one of ", other.toString(), " on ", other.device());
+  }
   for (size_t first = 0; first < count; first += UPDATED_AT_ONCE) {
     const size_t some = std::min<size_t>(count - first, UPDATED_AT_ONCE);
     const auto by_libtorch = [&] {
@@ -278,8 +291,8 @@ void update_on_device(
   }
 }
 
-// Increments the counters, after an update that has read them; no two parameters share one. A CPU's `add_` allocates a
-// tensor for its number, but nothing may fail here.
+// Increments the step counters after an update has read them. No two parameters share a counter. On a CPU `add_` would
+// allocate a tensor for its operand, but nothing may fail here.
 void advance(const BrimfulUpdate* all, size_t count) {
   std::vector<at::Tensor> on_device;
   for (size_t i = 0; i < count; ++i) {

@@ -43,7 +43,8 @@ class OwnedGradients {
     return at::clone(gradient);
   }
 
-  // Writes only if a copy was made: if memory runs out, the leaf keeps its gradient.
+  // Gives the leaf a gradient of its own. Writes only if a copy was made: if memory runs out, the leaf keeps its
+  // gradient.
   void make_in(const at::Tensor& leaf) {
     const at::Tensor& place = leaf.mutable_grad();
     if (!place.defined()) return;

@@ -2,9 +2,9 @@
 //
 //   x [rows × inputs] · weight + bias ──▶ out [rows × outputs], of each layer: apart, or all of a row side by side
 //
-//   backward   gradient · weight ──▶ of x, each product added to those before
-//              gradient · x      ──▶ added to the sum in f32, or given as the weight's gradient
-//              columns of it     ──▶ the bias's
+//   backward   gradient · weight ──▶ gradient of x, added up over the layers
+//              gradient · x      ──▶ added to the offered f32 sum, or returned as the weight's gradient
+//              sums of columns   ──▶ gradient of the bias
 
 #include "column_sums.h"
 #include "guard.h"

@@ -1,14 +1,14 @@
 // Split backward: the input gradients (dX), which earlier stages wait for, and later the weight gradients (dW).
 //
-//   input set    the nodes that lead to an input
-//   frontier     those of them with an edge that leads only to weights
+//   input set    nodes that lead to an input
+//   frontier     nodes of the input set with an edge that leads only to weights
 //
-//   input half   one run to the inputs, which keeps the gradients that enter the frontier, whose edges to
-//                weights are taken away: a node computes no gradient for which it has no edge
-//   cut          the frontier's edges to weights are put back, and those into the input set taken away
-//   weight half  one run from what was kept to the leaves
+//   input part   removes the frontier's edges to weights (a node computes no gradient for a missing edge), runs to
+//                the inputs, and keeps the gradients that enter the frontier
+//   cut          restores the frontier's edges to weights, and removes those into the input set
+//   weight part  runs from the kept gradients to the leaves
 //
-// Every node that leads to the input set is in it. So the kept gradients are complete when the input half ends,
+// Every node that leads to the input set is in it. So the kept gradients are complete when the input part ends,
 // and after the cut each frontier node runs once more, for its weights only: a weight used at several depths gets
 // a gradient from each use.
 
@@ -50,7 +50,7 @@ using torch::autograd::Engine;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Dead end that keeps the gradients on their way into it. It never runs.
+// Dead end whose incoming gradients are captured. It never runs.
 struct Sink final : Node {
   variable_list apply(variable_list&&) override { return {}; }
 
@@ -110,7 +110,7 @@ Run run_of(Node& node) {
   return generated || name.rfind("torch::autograd::", 0) == 0 ? Run::kTwice : Run::kUnknown;
 }
 
-// Removed edge and its node.
+// Edge that was removed or redirected, and its node.
 struct Severed {
   std::shared_ptr<Node> node;
   size_t at;
@@ -154,8 +154,8 @@ class SplitBackward {
     }
   }
 
-  // Returns a gradient for each input, or none. The group's roots are among those given at construction; after
-  // the last group the graph is cut.
+  // Returns each input's gradient, undefined if there is none. The group's roots are among those given at
+  // construction. After the last group the graph is cut.
   variable_list input_gradients(const variable_list& roots, const variable_list& gradients, bool last) {
     DirectBackward inward;
     groups_.emplace_back();
@@ -175,7 +175,7 @@ class SplitBackward {
     return result;
   }
 
-  // Adds the group's gradients to those of the leaves; call for groups in order.
+  // Adds the group's weight gradients to those of the leaves. Call it for the groups in order.
   void add_weight_gradients(size_t group) {
     brimful::OwnedGradients owned;
     // This group's starting gradients may belong to the caller, and those of later groups are still needed.
@@ -184,7 +184,7 @@ class SplitBackward {
     for (const at::Tensor& leaf : graph_.leaves) owned.make_in(leaf);
   }
 
-  // Returns the group's gradients of these leaves, one each or none, without adding them.
+  // Returns the group's gradients of these leaves, undefined where there is none, without adding them.
   variable_list weight_gradients(size_t group, const variable_list& leaves) {
     edge_list outputs;
     std::vector<size_t> places;
@@ -284,7 +284,7 @@ class SplitBackward {
     }
   }
 
-  // Without ends, adds to the gradients of all leaves.
+  // Runs a group's weight part and returns the gradients of `ends`. Without ends, adds to the gradients of all leaves.
   variable_list run_outward(size_t group, const edge_list& ends) {
     DirectBackward half = std::exchange(groups_.at(group), DirectBackward());
     if (half.roots.empty()) return {};

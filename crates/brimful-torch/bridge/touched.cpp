@@ -77,7 +77,7 @@ BRIMFUL_READ_AGAIN(
     "which operations write to what their schemas do not mark: batch normalisation its running "
     "statistics, and no other");
 
-// Batch normalisation's schema does not mark these as written.
+// Returns whether this is a running statistic, which batch normalisation's schema does not mark as written.
 bool is_running(const c10::Argument& argument) {
   return argument.name() == "running_mean" || argument.name() == "running_var";
 }
@@ -92,12 +92,13 @@ void touch(Touches& touches, const c10::IValue& value, bool written) {
   }
 }
 
-// A host number may be a 0-dim CPU tensor beside device tensors.
+// Returns whether this is a number on the host: a 0-dim CPU tensor.
 bool is_host_number(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_cpu() && tensor.dim() == 0;
 }
 
-// An operation on 0-dim CPU tensors only may be about to write them: their values mean nothing yet.
+// Returns whether this is no tensor, or a 0-dim CPU one. An operation on such arguments only may be about to write
+// them: their values mean nothing yet.
 bool is_number_alone(const c10::IValue& value) {
   return !value.isTensor() || !value.toTensor().defined() || is_host_number(value.toTensor());
 }

@@ -7,8 +7,8 @@
 
 namespace brimful {
 
-// Updates parameters of one device and dtype in place, and increments their counters. A `rate`, unless null, multiplies
-// the number in the options.
+// Updates parameters of one device and dtype in place, and increments their step counters. `rate`, unless null,
+// multiplies the rate of the options.
 void update(
     const BrimfulUpdate* all, size_t count, const UpdateOptions& options, const at::Tensor* rate);
 

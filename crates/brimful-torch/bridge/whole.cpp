@@ -1,6 +1,6 @@
-// Steps that need a whole matrix: Muon and Adafactor. Matrix products, and sums over rows and columns, are libtorch's, in
-// memory that the caller has allocated; the first and the last pass over the parameter are those of optim.cpp. Numbers are
-// tensors of one element that are filled: libtorch would allocate one for each number.
+// Steps that need a whole matrix: Muon and Adafactor. libtorch computes matrix products, and sums over rows and
+// columns, in memory that the caller has allocated. optim.cpp updates the parameter and Muon's momentum. Numbers are
+// passed as filled tensors of one element in that memory, because libtorch would allocate one for each number.
 
 #include "guard.h"
 #include "mirrored.h"
@@ -22,7 +22,7 @@ using brimful::guarded;
 
 namespace {
 
-// Memory of a step, handed out from its beginning.
+// Scratch memory of a step, handed out from its start.
 class Scratch {
  public:
   explicit Scratch(const at::Tensor& all) : all_(all) {}
@@ -34,7 +34,7 @@ class Scratch {
     return taken;
   }
 
-  // Returns one number.
+  // Returns a tensor of one element with this value.
   at::Tensor take(double number) { return take(at::IntArrayRef{}).fill_(number); }
 
  private:
@@ -62,7 +62,8 @@ void step_by(
   brimful::update(&plain, 1, o, rate);
 }
 
-// Writes the norm of all numbers, of those of the rows: a CPU's threads would allocate for the parts of a large sum.
+// Writes the norm of all numbers. On a CPU it is the norm of the rows' norms: for one large sum libtorch's threads
+// would allocate memory.
 void norm_into(at::Tensor& out, const at::Tensor& all, at::Tensor& rows) {
   const bool has_rows = all.is_cpu() && all.dim() > 1;
   if (has_rows) at::linalg_vector_norm_out(rows, all, 2, at::IntArrayRef{-1}, true);
@@ -73,7 +74,8 @@ void norm_into(at::Tensor& out, const at::Tensor& all, at::Tensor& rows) {
 
 extern "C" {
 
-// Updates one matrix along its orthogonalized momentum. The options' rate and weight decay are for the adjusted rate.
+// Updates one matrix along its orthogonalized momentum. The caller has adjusted the options' rate to the matrix's
+// shape, and divided the weight decay by the same factor.
 int32_t brimful_muon(
     const BrimfulUpdate* update, const UpdateOptions* options, const BrimfulMuon* muon,
     const at::Tensor* scratch, const at::Tensor* rate, char** message) noexcept {
@@ -100,7 +102,7 @@ int32_t brimful_muon(
     o.rule = kDirection;
     brimful::update(&momentum, 1, o, nullptr);
 
-    // Newton and Schulz's iteration sets all singular values near one, of a matrix whose norm is at most one.
+    // Newton and Schulz's iteration brings all singular values near one, if the norm is at most one at the start.
     norm_into(norm, x, rows);
     x.div_(norm.clamp_min_(muon->eps));
     for (int64_t i = 0; i < muon->steps; ++i) {
@@ -114,8 +116,8 @@ int32_t brimful_muon(
   });
 }
 
-// Updates one parameter by the averages of its squared gradients: over rows and over columns of its last two dimensions,
-// or of each element of a vector.
+// Updates one parameter by the averages of its squared gradients: over rows and over columns of its last two
+// dimensions, or of each element of a vector.
 int32_t brimful_adafactor(
     const BrimfulUpdate* update, const UpdateOptions* options, const BrimfulAdafactor* factored,
     const at::Tensor* scratch, const at::Tensor* rate, char** message) noexcept {
@@ -149,7 +151,7 @@ int32_t brimful_adafactor(
     }
     const double root = std::sqrt(static_cast<double>(p.numel()));
 
-    // The parameter's mean size, at least eps.
+    // The parameter's root mean square, at least eps2.
     wide.copy_(u.master != nullptr && p.scalar_type() == at::kHalf ? *u.master : p);
     auto size = memory.take(1.0);
     norm_into(size, wide, rows);
@@ -172,7 +174,7 @@ int32_t brimful_adafactor(
       follow(row, rows, -1);
       follow(column, columns, -2);
       at::mul_out(direction, row, column);
-      // The mean, of squares: libtorch's own allocates.
+      // Mean of the row averages, from their 1-norm: libtorch's `mean` allocates.
       at::linalg_vector_norm_out(mean, row, 1, at::IntArrayRef{-2}, true);
       mean.mul_(memory.take(1.0 / static_cast<double>(row.size(-2))));
       direction.div_(mean.clamp_min_(factored->eps1));
@@ -183,8 +185,8 @@ int32_t brimful_adafactor(
     }
     direction.clamp_min_(factored->eps1 * factored->eps1).rsqrt_().mul_(g);
 
-    // The step is at most the rate, or the inverse root of its number, times the parameter's size: of the rate, which
-    // `step_by` multiplies with, this share. A direction whose mean size exceeds the threshold is shortened.
+    // The effective rate is min(rate, 1/√step) times the parameter's size. `step_by` multiplies by the rate, so `given`
+    // becomes min(1, 1/(rate·√step)). A direction whose root mean square exceeds the threshold is shortened to it.
     auto given = memory.take(options->rate);
     if (rate != nullptr) {
       auto factor = memory.take(0.0);

@@ -24,7 +24,7 @@ namespace {
 
 class Graph final : public at::cuda::CUDAGraph {
  public:
-  // Instantiated by hand, so that the graph can be changed before.
+  // Keeps the graph after the capture, so that it can be changed before `end` instantiates it.
   Graph() : CUDAGraph(/*keep_graph=*/true) {}
   ~Graph() { abandon(); }
 
@@ -35,8 +35,8 @@ class Graph final : public at::cuda::CUDAGraph {
     capture_begin(pool, cudaStreamCaptureModeThreadLocal);
   }
 
-  // Checks the status first: libtorch would throw before its allocators and its generator know that the capture
-  // is over. libtorch also asks for the current device's stream, so that must be the capture's device.
+  // Ends the capture. Checks its status first: libtorch would throw before its allocators and its generator know
+  // that the capture is over. libtorch uses the current device's stream, so the capture's device must be current.
   void end(bool own_kernels) {
     const c10::DeviceGuard on(capture_stream_.device());
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -83,7 +83,7 @@ class Graph final : public at::cuda::CUDAGraph {
     });
   }
 
-  // An allocator that had not begun refuses to end, and has nothing to release.
+  // Runs `body` and ignores its error: an allocator that had not begun refuses to end, and has nothing to release.
   template <class Body>
   static void quietly(Body&& body) noexcept {
     char* unheard = nullptr;

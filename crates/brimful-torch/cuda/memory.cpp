@@ -9,7 +9,7 @@
 
 namespace {
 
-// The allocator has no devices before CUDA has started.
+// Returns the allocator, which has no devices before CUDA has started.
 c10::cuda::CUDACachingAllocator::CUDAAllocator& allocator() {
   at::globalContext().lazyInitDevice(c10::kCUDA);
   return *c10::cuda::CUDACachingAllocator::get();

@@ -20,7 +20,7 @@
 // Rows loaded at once: a store in between would delay the next load.
 #define FORWARD_ROWS (4 / HALVES)
 #define BACKWARD_ROWS 2
-// Blocks per multiprocessor that its registers allow.
+// Blocks that the registers of a multiprocessor allow.
 #define BLOCKS 4
 
 typedef Packed<KIND, PER_WORD> Words;
@@ -56,7 +56,7 @@ DEVICE float gelu_slope(float x) {
   return below + x * NORMAL_PEAK * expf(-0.5f * x * x);
 }
 
-// Index of a lane's word in a row: `column` of the outputs; the second half begins `words` further.
+// Returns the index of a lane's word in a row of outputs. In a row of inputs the second half begins `words` further.
 DEVICE int column() { return blockIdx.x * 32 + threadIdx.x % 32; }
 
 DEVICE void load_bias(const ActivationArguments& a, int words, float bias[HALVES][PER_WORD]) {

@@ -1,4 +1,4 @@
-// Arguments of kernels/add_halves.cu, shared by both sides.
+// Arguments of kernels/add_halves.cu, shared with the C++ code that launches it.
 #pragma once
 
 // Tensors per launch: as many as fit into 4 KiB of arguments with some to spare.

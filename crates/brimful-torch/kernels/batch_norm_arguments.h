@@ -19,7 +19,7 @@ struct BatchNormForward {
   float* saved;
   float* partials;
   int rows, channels;
-  // Blocks per slice, rows per block, and steps of it that are kept in shared memory.
+  // Blocks per slice, rows per block, and number of a block's steps that are kept in shared memory.
   int blocks, chunk, slots;
   int weight_kind, running_kind;
   float eps, momentum;
@@ -45,7 +45,7 @@ struct BatchNormBackward {
   void* other_d_weight;
   void* other_d_bias;
   float* partials;
-  // Numbers per channel. There are more rows if squares of pixels extend beyond an odd side.
+  // Numbers per channel. With pooling `rows` may be more: squares of pixels extend beyond an odd side.
   int count;
   int rows, channels;
   int blocks, chunk, slots;

@@ -3,12 +3,12 @@
 //   dy (+ more_dy), or gathered from a pooling's ─┐
 //   mask: from x, or the forward's bits ──────────┴─ dz ─┬─ d_residual
 //   x ─────────────────── Σ dz, Σ dz·(x − mean) of the block's rows ─ partials ─ barrier ─ of all rows
-//       └─ x and dz kept in shared memory as far as it goes ───────────────────┐  └─ d_weight, d_bias
+//       └─ x and dz kept in shared memory as far as it fits ───────────────────┐  └─ d_weight, d_bias
 //   dx = scale · (dz − mean of dz − x̂ · mean of dz·x̂) ────────────────────────┘
 //
 // A second BatchNorm under the same sum (other_x) has the same dz, and gets its gradients too.
 //
-// After a pooling a thread handles the four pixels of a 2×2 square together: they share its windows.
+// After a pooling, a thread handles the four pixels of a 2×2 square together: they share pooling windows.
 //
 // MASK: 0 no ReLU, 1 recomputed from x, 2 the forward's bits. MORE, KEEP (write d_residual), OTHER, POOL: 0, 1.
 #include "batch_norm_common.cuh"
@@ -40,7 +40,7 @@ DEVICE void known_channels(const Arguments& a, const Place& p, Known& own) {
   if (OTHER) own_of_all(p, a.other_saved, own.other_mean);
 }
 
-// Loads for one vector.
+// Values loaded for one vector.
 struct Read {
   Word x, dy, more, other;
   u32 mask;
@@ -223,7 +223,7 @@ DEVICE void first_half(
   }
 }
 
-// Sums over all rows, in the first kChannels threads.
+// Computes the sums over all rows, in the first kChannels threads.
 DEVICE void all_sums(const Arguments& a, const Place& p, Shared& s, float (&sums)[kSums]) {
   const int c = threadIdx.x % kChannels;
   const int group = threadIdx.x / kChannels;
@@ -313,7 +313,8 @@ DEVICE void write_dx(
   *dx = Pack::pack(v);
 }
 
-// Rereads a vector: from shared memory, with dz ready; or as in the first part, unless that has stored dz.
+// Reads a vector again: from shared memory if it is kept there, else from global memory. Puts dz into `r.dy` if the
+// first part has stored it, in shared memory or (`has_left`) in d_residual; else reads all that dz is computed from.
 DEVICE void read_again(
     const Arguments& a, u32 at, Word* kept, int slots, int step, bool has_left, Read& r) {
   if (step < slots) {

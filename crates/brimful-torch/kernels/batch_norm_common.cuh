@@ -4,7 +4,7 @@
 //            channels (LANES vectors of WIDTH numbers: a slice)
 //            lane 0   lane 1   …           block (slice, chunk) has THREADS/LANES rows a step,
 //   row 0   [thread 0][thread 1] …         and its chunk of rows in as many steps as that takes
-//   row 1   [thread L][ …                  16 bytes a thread where the channels divide, else one number
+//   row 1   [thread L][ …                  16 bytes a thread if the channels divide evenly, else one number
 //
 // Defined at compile time: KIND, WIDTH, LANES, THREADS, PASS.
 #pragma once
@@ -89,7 +89,8 @@ DEVICE u64 partials_at(const Place& p, int block, int kinds) {
   return (static_cast<u64>(p.slice) * p.blocks + block) * kinds * kChannels;
 }
 
-// Returns the place of a vector that a block keeps between the two parts: `tensors` side by side in each slot.
+// Returns the address of a vector that a block keeps between the two parts: all slots of one tensor, then those of
+// the next.
 DEVICE Word* slot_of(Word* kept, int slots, int tensor, int step) {
   return kept + (static_cast<u64>(tensor) * slots + step) * THREADS + threadIdx.x;
 }

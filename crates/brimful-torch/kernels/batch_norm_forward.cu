@@ -1,7 +1,7 @@
 // BatchNorm, ReLU and an addition before it, channels last.
 //
 //   x ──┬─ mean, variance of the block's rows ─ partials ─ barrier ─ of all rows ─┬─ saved, running
-//       └─ kept in shared memory as far as it goes ──────────────────────────────┐│
+//       └─ kept in shared memory as far as it fits ──────────────────────────────┐│
 //   residual ────────────────────────────────────────────── y = ReLU(x̂·w + b + residual), mask
 //
 // The second part goes through the rows backwards: the last ones read are still in the cache. Means and squared

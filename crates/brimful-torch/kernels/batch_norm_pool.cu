@@ -1,9 +1,9 @@
 // Max pooling of 3×3, stride 2, padding 1 over ReLU(BatchNorm(x)), channels last, with known statistics; the
 // intermediate results are not written.
 //
-//   x  ·  ·  ·  ·  ·        a thread has one vector of channels of one number of the output: it reads
-//      · [·  ·  ·] ·        nine of x, and leaves the largest and its place in the window, 0 to 8,
-//      · [·  ·  ·] ·        the first one where several are equal
+//   x  ·  ·  ·  ·  ·        a thread computes one vector of channels of one output pixel: it reads nine
+//      · [·  ·  ·] ·        of x, and writes the largest and its position in the window, 0 to 8, the
+//      · [·  ·  ·] ·        first one if several are equal
 //      · [·  ·  ·] ·
 #include "prelude.cuh"
 #include "batch_norm_arguments.h"
@@ -17,7 +17,7 @@ DEVICE void channel_row(const float* of_all, u32 vector, float* out) {
   for (int j = 0; j < WIDTH; j++) out[j] = of_all[vector * WIDTH + j];
 }
 
-// Stores all places of a vector at once.
+// Stores the positions of a vector's maxima at once.
 DEVICE void store_places(u8* to, const u8* place) {
   u64 all = 0;
 #pragma unroll

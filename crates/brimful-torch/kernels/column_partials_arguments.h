@@ -1,4 +1,4 @@
-// Arguments of kernels/column_partials.cu, shared by both sides.
+// Arguments of kernels/column_partials.cu, shared with the C++ code that launches it.
 #pragma once
 
 struct ColumnPartialsArguments {

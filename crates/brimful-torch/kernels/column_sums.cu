@@ -1,5 +1,5 @@
-// Column sums, from the partial sums of blocks to a parameter's gradient, for one or two tables; or for many
-// tables, each added to a sum:
+// Column sums of tables of partial sums: of one or two tables, written to parameters' gradients; or of many tables,
+// each added to a sum:
 //
 //   from [rows × columns] ──▶ one column per lane, warps alternate over rows ──▶ warps in order ──▶ into
 

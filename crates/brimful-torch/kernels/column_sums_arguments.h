@@ -1,4 +1,4 @@
-// Arguments of kernels/column_sums.cu, shared by both sides.
+// Arguments of kernels/column_sums.cu, shared with the C++ code that launches it.
 #pragma once
 
 struct ColumnSumsArguments {

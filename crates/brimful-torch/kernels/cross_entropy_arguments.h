@@ -1,4 +1,4 @@
-// Arguments of kernels/cross_entropy.cu, shared by both sides.
+// Arguments of kernels/cross_entropy.cu, shared with the C++ code that launches it.
 #pragma once
 
 struct CrossEntropyArguments {

@@ -1,4 +1,4 @@
-// Arguments of kernels/fill.cu, shared by both sides.
+// Arguments of kernels/fill.cu, shared with the C++ code that launches it.
 #pragma once
 
 struct FillArguments {

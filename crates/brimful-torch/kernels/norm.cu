@@ -2,7 +2,7 @@
 // warp, or a whole block for wide rows), each thread with HELD of its words in registers:
 //
 //   forward    x ─┬─ + residual ─▶ sum ─▶ mean, scale ─▶ (sum − mean) · scale · weight + bias ─▶ out
-//   backward   gradient, sum ─▶ two sums over the row ─▶ gradient of the sum (+ what it has elsewhere)
+//   backward   gradient, sum ─▶ two sums over the row ─▶ gradient of the sum (+ that of its other uses)
 //                   └─ every thread adds up its columns over the rows of its team ─▶ teams of the block
 //                      ─▶ one row of partial sums a block, which kernels/column_sums.cu adds up
 //
@@ -23,8 +23,8 @@
 
 typedef Packed<KIND, PER_WORD> Words;
 
-// Returns the sum over a team, in each of its threads. `turn` alternates the block's buffer, so that none is
-// written twice in a row.
+// Returns the sum over a team, in each of its threads. `turn` selects one of the block's two buffers, so that
+// consecutive sums use different ones.
 DEVICE float team_sum(float v, int turn) {
   v = warp_sum(v);
   if (TEAM == 32) return v;
@@ -36,7 +36,7 @@ DEVICE float team_sum(float v, int turn) {
   return v;
 }
 
-// Index of a thread's word in a row.
+// Returns the index of a thread's word in a row.
 DEVICE int word_of(int held) { return held * TEAM + threadIdx.x % TEAM; }
 
 DEVICE void load_row(const void* from, long long row, int words, float* out) {
@@ -60,7 +60,7 @@ DEVICE void store_row(void* into, long long row, int words, const float* in) {
   }
 }
 
-// Rounds as the stored values will be read.
+// Rounds the numbers to the dtype in which they are stored.
 DEVICE void round_row(float* x) {
 #pragma unroll
   for (int h = 0; h < HELD; ++h) Words::unpack(Words::pack(x + h * PER_WORD), x + h * PER_WORD);

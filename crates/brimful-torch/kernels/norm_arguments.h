@@ -1,5 +1,5 @@
-// Arguments of kernels/norm.cu, shared by both sides. All numbers have one dtype except statistics and partial
-// sums, which are f32.
+// Arguments of kernels/norm.cu, shared with the C++ code that launches it. All numbers have one dtype except
+// statistics and partial sums, which are f32.
 #pragma once
 
 // Blocks of a backward per multiprocessor that registers allow, if a thread holds this many words of a row.
@@ -7,7 +7,7 @@
 
 struct NormForwardArguments {
   const void* x;         // rows × width
-  const void* residual;  // added to it; null for none
+  const void* residual;  // added to x; null for none
   void* sum;             // input of the norm, if there is a residual
   void* out;             // rows × width
   const void* weight;    // width; null for none

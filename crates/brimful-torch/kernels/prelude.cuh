@@ -145,7 +145,7 @@ DEVICE float warp_sum(float v) {
 // Waits until all blocks of a cooperative launch have arrived; their earlier writes are visible afterwards.
 //
 // The driver gives each such launch a counter of its own, and its address in two registers. The arrivals of one
-// barrier add up to 2^31 and so flip its top bit, once.
+// barrier add up to 2^31 and so flip the counter's top bit once.
 DEVICE void grid_barrier() {
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -1,5 +1,5 @@
 // Rotary position embedding: rotates each pair of numbers of a head, one of its first half and one of its second,
-// by an angle of its position in the sequence. A thread handles one word of each half:
+// by an angle that depends on the position in the sequence. A thread handles one word of each half:
 //
 //   x [row, head, first half | second half] ─┬─▶ first·cos − second·sin | second·cos + first·sin ─▶ out
 //   cos, sin [row mod sequence, half] ───────┘

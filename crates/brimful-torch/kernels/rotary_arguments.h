@@ -1,4 +1,4 @@
-// Arguments of kernels/rotary.cu, shared by both sides.
+// Arguments of kernels/rotary.cu, shared with the C++ code that launches it.
 #pragma once
 
 struct RotaryArguments {

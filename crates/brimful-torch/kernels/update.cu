@@ -1,5 +1,5 @@
-// A step of SGD, Adam or Muon's momentum on many parameters, in place. A row of blocks per tensor; a warp handles a group
-// of 128 numbers, which share the scales of 8-bit moments, four numbers a lane:
+// A step of SGD, Adam or Muon's momentum on many parameters, in place. Each tensor has a row of blocks. A warp handles
+// a group of 128 numbers, which share the scales of 8-bit moments, four numbers a lane:
 //
 //   parameter (and master) ─┐                                ┌──▶ parameter (and master)
 //   gradient ───────────────┼─▶ widened ─▶ the rule ─▶ narrowed
@@ -9,7 +9,7 @@
 #include "update_arguments.h"
 
 #define SHARED DEVICE
-// Each is rounded: the compiler does not contract these.
+// Each of these is rounded: the compiler does not contract them.
 DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 DEVICE double product(double a, double b) { return __dmul_rn(a, b); }
 DEVICE float quotient(float a, float b) { return __fdiv_rn(a, b); }
@@ -47,7 +47,7 @@ struct __align__(sizeof(Element) > 4 ? 16 : 4 * sizeof(Element)) Four {
   Element of[A_LANE];
 };
 
-// A lane's elements: where they begin, and how many there are.
+// Elements of a lane: index of the first, and their number.
 struct Lane {
   long long begin;
   int count;
@@ -110,7 +110,7 @@ DEVICE void widen_parameter(const Lane& lane, const UpdatePlaces& places, Number
         PARAMETER == kUpdateF16 ? kUpdateF32 : PARAMETER, to);
 }
 
-// Overload for f32 arithmetic, of which a split bf16 parameter is one case.
+// Overload for f32 arithmetic: joins a bf16 parameter with its remainder.
 DEVICE void widen_parameter(const Lane& lane, const UpdatePlaces& places, float* to) {
   if (PARAMETER != kUpdateBf16) return widen_parameter<float>(lane, places, to);
   const Four<u16> weights = lane.load<u16>(places.parameter);
@@ -169,7 +169,7 @@ DEVICE void narrow_moment(const Lane& lane, const float* from, const UpdatePlace
     for (int k = 0; k < A_LANE; ++k) numbers.of[k] = pack_bf16(from[k]);
     return lane.store(into, numbers);
   }
-  // Numbers above zero are in the order of their bits.
+  // Non-negative floats are ordered as their bits are.
   u32 largest = 0;
   for (int k = 0; k < A_LANE; ++k) {
     const u32 bits = k < lane.count ? bits_of(absolute(from[k])) : 0;

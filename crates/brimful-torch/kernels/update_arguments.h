@@ -1,15 +1,16 @@
-// Arguments of kernels/update.cu, shared by both sides and with the loops for CPUs (bridge/host_update.cpp).
+// Arguments of kernels/update.cu, shared with the C++ code that launches it and with the loops for CPUs
+// (bridge/host_update.cpp).
 #pragma once
 
-// Elements that share the scale of an 8-bit moment: consecutive ones in memory.
+// Consecutive elements that share the scale of an 8-bit moment.
 #define UPDATE_GROUP 128
-// Moments of a parameter at most: Adam's two averages, and the largest square of amsgrad.
+// Most moments of a parameter: Adam's two averages, and the largest square of amsgrad.
 #define UPDATE_MOMENTS 3
 
-// Numbered as in src/optim.rs. A direction is Muon's momentum: written in the parameter's place.
+// Numbered as in src/optim.rs. A direction is Muon's momentum, written in the parameter's place.
 enum UpdateRule { kSgd = 0, kAdam = 1, kDirection = 2 };
 
-// Settings of a method. Of SGD and directions, `beta1` is the momentum and `beta2` the dampening.
+// Settings of a method. For SGD and directions `beta1` is the momentum; for SGD `beta2` is the dampening.
 struct UpdateOptions {
   double rate, weight_decay, eps, beta1, beta2;
   int rule;
@@ -31,20 +32,20 @@ enum UpdateKind {
 struct UpdatePlaces {
   void* parameter;
   void* master;                   // remainder of bf16, master of f16, else null
-  void* moments[UPDATE_MOMENTS];  // null from the first that is missing
+  void* moments[UPDATE_MOMENTS];  // those present come first, then nulls
   float* scales[UPDATE_MOMENTS];  // of 8-bit moments, one a group
 };
 
 // Tensors per launch: as many as fit into 4 KiB of arguments.
 #define UPDATED_AT_ONCE 40
 
-// Parameters of one dtype, whose moments have one too.
+// Parameters of one dtype, with moments of one dtype.
 struct UpdateArguments {
   UpdateOptions options;
   const float* rate;  // multiplies the rate of the options; null for none
   UpdatePlaces places[UPDATED_AT_ONCE];
   const void* gradients[UPDATED_AT_ONCE];
-  const float* steps[UPDATED_AT_ONCE];  // number of steps before this one; null where the rule does not count
+  const float* steps[UPDATED_AT_ONCE];  // number of steps before this one; null if the rule counts no steps
   long long count[UPDATED_AT_ONCE];
   unsigned char gradient_kinds[UPDATED_AT_ONCE];
   bool first[UPDATED_AT_ONCE];    // parameter's first step

@@ -5,7 +5,7 @@
 // Defined outside: SHARED, and the operations product, multiply_add, quotient, root, absolute, largest_of,
 // bits_of, number_of and whole_of.
 
-// A master in f32 as the bf16 weight that it rounds to (ties away from zero) and a remainder:
+// f32 master, split into the bf16 weight that it rounds to (ties away from zero) and a remainder:
 //
 //   bits = weight · 2^16 + remainder,   -2^15 ≤ remainder < 2^15
 struct SplitNumber {
@@ -16,7 +16,7 @@ struct SplitNumber {
 SHARED SplitNumber split(float master) {
   const unsigned bits = bits_of(master);
   const unsigned weight = (bits + 0x8000u) >> 16;
-  // The largest NaNs would wrap around to zero, others round to infinity.
+  // Rounded, the largest NaNs would wrap around to zero and others become infinity.
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
   SplitNumber all;
   all.weight = static_cast<unsigned short>(is_nan ? bits >> 16 | 0x40u : weight);
@@ -26,7 +26,7 @@ SHARED SplitNumber split(float master) {
 
 SHARED float join(unsigned short weight, short remainder) {
   const unsigned size = weight & 0x7fffu;
-  // A weight that was set by hand to zero or infinity: a remainder beyond it would make a NaN.
+  // If a caller has set the weight to zero or infinity, its old remainder could make a NaN.
   const bool is_beyond = (size == 0u && remainder < 0) || (size == 0x7f80u && remainder > 0);
   const unsigned low = static_cast<unsigned>(static_cast<int>(remainder));
   return number_of((static_cast<unsigned>(weight) << 16) + (is_beyond ? 0u : low));
@@ -34,8 +34,8 @@ SHARED float join(unsigned short weight, short remainder) {
 
 SHARED float widen_bf16(unsigned short number) { return number_of(static_cast<unsigned>(number) << 16); }
 
-// Rounding is up or down at random, so that an average that changes by less than one code at a step does change. The
-// random number is a hash of the number itself, so a step does not depend on where and when it runs.
+// Returns a random number for stochastic rounding, which lets an average change even if each step changes it by less
+// than one code. It is a hash of the number itself, so a step does not depend on where and when it runs.
 SHARED unsigned random_of(float number) {
   unsigned hash = bits_of(number) * 0x9e3779b1u;
   hash = (hash ^ (hash >> 16)) * 0x85ebca6bu;
@@ -55,11 +55,11 @@ SHARED unsigned short pack_bf16(float number) {
   return static_cast<unsigned short>(is_nan ? bits >> 16 | 0x40u : rounded);
 }
 
-// 8-bit moments of a group whose largest absolute value is `scale`: signed ones as the root of their share of it,
-// squares, which span twice as many orders, as the fourth root. The largest has the largest code.
+// 8-bit codes of a group whose largest absolute value is `scale`, which has the largest code. A signed code is the
+// square root of number / scale. A square's code is the fourth root, because squares span twice as many orders.
 constexpr float kSignedCodes = 127.0f * 127.0f, kSquareCodes = 65025.0f * 65025.0f;
 
-// Factor that makes codes to their power of numbers; of tiny ones it would overflow.
+// Returns the factor that turns numbers into powers of their codes; 0 for a tiny scale, where it would overflow.
 SHARED float to_codes(float scale, float codes) {
   return scale > 1e-28f ? quotient(codes, scale) : 0.0f;
 }
@@ -101,18 +101,18 @@ SHARED float unpack_square(unsigned char code, float scale) {
 // Coefficients of a step, the same for every element.
 template <class Number>
 struct StepNumbers {
-  // Weight decay: added to the gradient, and factor that shrinks the parameter.
+  // Weight decay: share of the parameter added to the gradient, and factor that shrinks the parameter.
   Number decay, shrink;
   Number rate;
   // Decay of the first moment, and weight of the gradient in it.
   Number kept, added;
   Number square_kept, square_added;
-  // Inverse of the root of what the squares lack so far.
+  // Bias correction of the squares' root: 1/√(1 − beta2^step).
   Number correction;
   Number eps, step_size;
 };
 
-// Multiplies, because the libraries of hosts and devices round their `pow` differently.
+// Computes a power by multiplications, because the libraries of hosts and devices round their `pow` differently.
 SHARED double power(double base, long long exponent) {
   double result = 1.0;
   for (; exponent > 0; exponent /= 2) {
@@ -122,7 +122,7 @@ SHARED double power(double base, long long exponent) {
   return result;
 }
 
-// Computes them for this rate and number of the step, which counts from 1.
+// Computes the coefficients for this rate and step number, counted from 1.
 template <class Number>
 SHARED StepNumbers<Number> step_numbers(const UpdateOptions& o, double rate, float step) {
   StepNumbers<Number> n;
@@ -156,7 +156,7 @@ SHARED void sgd(
   parameter = multiply_add(-n.rate, direction, product(parameter, n.shrink));
 }
 
-// `largest` is the largest square so far of amsgrad, null without.
+// Updates one parameter and its averages. `largest` is amsgrad's largest square so far; null without amsgrad.
 template <class Number>
 SHARED void adam(
     const StepNumbers<Number>& n, Number gradient, Number& parameter, Number& average, Number& square,

@@ -20,8 +20,8 @@ pub fn first_sparse(parameters: &[Tensor]) -> Option<usize> {
     (at < list.len()).then_some(at)
 }
 
-/// Gives parameters whose gradients share memory a copy each, as gradients of one backward may. Backwards of this
-/// crate never share.
+/// Copies gradients that share memory, so that each parameter has its own. libtorch's backward may leave such
+/// gradients; those of this crate do not.
 ///
 /// # Errors
 /// When memory runs out.
@@ -31,9 +31,9 @@ pub fn own(parameters: &[Tensor]) -> Result<(), TorchError> {
     unsafe { ffi::brimful_own_gradients(list.as_ptr(), list.len()) }
 }
 
-/// Runs a backward whose custom autograd nodes add directly into these sums. Such a parameter is left without a
-/// gradient, and gets a sum if it had none. Applies only on a GPU, where a product adds into an f32 sum in the
-/// same kernel.
+/// Runs a backward whose custom autograd nodes add directly into these sums. A parameter of such a node is left
+/// without a gradient, and gets a sum if it had none. Applies only on a GPU, where a product adds into an f32 sum in
+/// the same kernel.
 ///
 /// # Errors
 /// Those of `run`: some sums may then already have been added to.

@@ -27,9 +27,9 @@ unsafe extern "C" {
 /// by page at the next write: up to a fifth of the time of training on a CPU. Call it first thing in `main`.
 /// Returns whether the settings took effect.
 ///
-/// Applies to the whole process, whose memory then never shrinks below its peak; on threads other than the first,
-/// to blocks of less than 64 MiB. Settings from the environment and C libraries other than glibc are left
-/// unchanged.
+/// Applies to the whole process, whose memory then never shrinks below its peak. On threads other than the first it
+/// applies only to blocks of less than 64 MiB. Settings from the environment and C libraries other than glibc are
+/// left unchanged.
 pub fn keep_freed_blocks() -> bool {
     let is_free = SETTINGS.iter().all(|(.., name)| env::var_os(name).is_none());
     is_free && SETTINGS.iter().all(|(setting, value, _)| set(*setting, *value))
@@ -60,8 +60,8 @@ unsafe extern "C" {
 }
 
 /// Asks the system for huge pages behind a host tensor that has not been written to yet. They speed up sequential
-/// access, the first write and pinning. Covers only huge pages that lie entirely within the tensor; a system
-/// without any free uses small pages.
+/// access, the first write and pinning. Covers only huge pages that lie entirely within the tensor. If the system
+/// has no free huge pages, it uses small ones.
 pub fn prefer_large_pages(tensor: &Tensor) {
     if tensor.device() != Device::Cpu || !tensor.defined() {
         return;

@@ -18,8 +18,8 @@ pub enum State {
     /// In use: the target architecture and the compiler.
     Used(String),
     /// Switched off by [`set_enabled`] or the environment. `BRIMFUL_KERNELS` may be `on`, `1`, `true` or `yes`,
-    /// or `off`, `0`, `false` or `no`, in any case; any other word also switches them off, and [`refusals`]
-    /// reports it.
+    /// or `off`, `0`, `false` or `no`, in upper or lower case. Any other word also switches them off, and
+    /// [`refusals`] reports it.
     Off,
     /// Unavailable for this reason: libtorch's own operations run.
     Unavailable(String),

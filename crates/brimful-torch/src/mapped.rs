@@ -101,7 +101,7 @@ pub fn copy(file: &File, start: u64, kind: Kind, into: &Tensor) -> Result<(), Ma
     Ok(())
 }
 
-/// Maps the data of the whole tensor, whose presence was checked, and copies it.
+/// Maps the data of the whole tensor and copies them. The caller has checked the file's length.
 fn copy_mapped(file: &File, start: u64, kind: Kind, into: &Tensor) -> Result<(), MappedError> {
     let (numbers, each) = (into.numel(), kind.elt_size_in_bytes());
     // SAFETY: the mapping is read only, and the caller has checked the file's length.

@@ -1,8 +1,8 @@
 //! Steps of optimizers: update many parameters in one pass over their memory.
 //!
 //! All parameters of a call share their dtype and device. Gradients and state must match their parameter element
-//! by element in memory: see [`fits`]. A call on a CPU allocates nothing, and neither does one on a GPU that our
-//! kernel runs on, so it cannot run out of memory.
+//! by element in memory: see [`fits`]. A call allocates nothing on a CPU, nor on a GPU where the custom kernel runs,
+//! so it cannot run out of memory there.
 
 use std::ptr;
 use tch::Tensor;
@@ -40,9 +40,10 @@ pub struct Options {
     pub weight_decay: f64,
     /// Whether weight decay shrinks the parameter, instead of adding to its gradient.
     pub decoupled: bool,
-    /// Decay rates of Adam's averages; of the other rules the momentum, and the dampening of SGD's.
+    /// Decay rates of Adam's averages. For the other rules the first is the momentum; for SGD the second is the
+    /// dampening.
     pub betas: (f64, f64),
-    /// Epsilon, keeps Adam's divisor from zero.
+    /// Epsilon: keeps Adam's divisor from zero.
     pub eps: f64,
     /// Nesterov momentum.
     pub nesterov: bool,
@@ -65,9 +66,9 @@ impl Options {
     }
 }
 
-/// Moment of a parameter: a tensor of its shape and strides, in f32, bf16, or f64 beside an f64 parameter; or 8-bit
-/// codes with f32 scales, one for [`GROUP`] consecutive elements. Of 8-bit moments the first is signed (i8), the
-/// others are squares (u8).
+/// Moment of a parameter, with the parameter's shape and strides. Its elements are f32 or bf16, f64 beside an f64
+/// parameter, or 8-bit codes with an f32 scale for each [`GROUP`] consecutive elements. The first 8-bit moment is
+/// signed (i8), the others are squares (u8).
 #[derive(Debug, Clone, Copy)]
 pub struct Moment<'a> {
     /// Elements.
@@ -120,8 +121,8 @@ pub fn fits(parameter: &Tensor, other: &Tensor) -> bool {
     unsafe { ffi::brimful_fits(raw(parameter), raw(other)) }
 }
 
-/// Updates parameters in place. A `rate` multiplies that of the options: a 0-dim f32 tensor on the parameters' device,
-/// which is read at its address, so that a captured CUDA graph follows its changes.
+/// Updates parameters in place. `rate`, a 0-dim f32 tensor on the parameters' device, multiplies the rate of the
+/// options. It is read at its address, so a captured CUDA graph follows its changes.
 ///
 /// # Errors
 /// When tensors do not match in memory; nothing is changed then.
@@ -143,13 +144,13 @@ pub fn update(
 pub struct MuonOptions {
     /// Coefficients of a step of Newton and Schulz's iteration: of X, XXᵀX and (XXᵀ)²X.
     pub coefficients: [f64; 3],
-    /// Number of its steps.
+    /// Number of the iteration's steps.
     pub steps: u32,
     /// Least norm that a direction is divided by.
     pub eps: f64,
 }
 
-/// Number of elements of scratch memory that [`muon`] needs for a matrix of this shape.
+/// Returns the number of elements of scratch memory that [`muon`] needs for a matrix of this shape.
 pub fn muon_scratch(rows: usize, columns: usize) -> usize {
     let side = rows.min(columns);
     2 * rows * columns + 2 * side * side + rows + 1
@@ -157,10 +158,10 @@ pub fn muon_scratch(rows: usize, columns: usize) -> usize {
 
 /// Updates one contiguous matrix along its orthogonalized momentum, the update's one moment. The options are those of
 /// the momentum, with the rate and the weight decay of the step. Products are computed in the dtype of the scratch
-/// memory: f64 for an f64 parameter, else f32 or bf16. A CPU allocates nothing.
+/// memory: f64 for an f64 parameter, else f32 or bf16. On a CPU nothing is allocated.
 ///
 /// # Errors
-/// As [`update`], and when the parameter is no contiguous matrix. Only if memory runs out on a GPU, something may be
+/// As [`update`], and when the parameter is no contiguous matrix. If memory runs out on a GPU, some tensors may have
 /// changed.
 pub fn muon(
     one: &Update<'_>,
@@ -179,26 +180,26 @@ pub fn muon(
 /// Settings of [`adafactor`].
 #[derive(Debug, Clone, Copy)]
 pub struct AdafactorOptions {
-    /// Exponent of a step's number, whose power is the share of the step in the averages.
+    /// Exponent of the step number: a step's share in the averages is `step^beta2_decay`.
     pub beta2_decay: f64,
-    /// Least mean of squares, and least size of a parameter.
+    /// Epsilon of the squared gradients' averages, and least root mean square of a parameter.
     pub eps: (f64, f64),
-    /// Root mean square that a direction is shortened to.
+    /// Largest root mean square of a direction; a longer direction is shortened to it.
     pub threshold: f64,
 }
 
-/// Number of elements of scratch memory that [`adafactor`] needs for a parameter of this shape.
+/// Returns the number of elements of scratch memory that [`adafactor`] needs for a parameter of this shape.
 pub fn adafactor_scratch(shape: &[i64]) -> usize {
     let numbers = shape.iter().product::<i64>() as usize;
-    // Two of its size, the rows, columns and means of a matrix, and the numbers of a step.
+    // Two tensors of the parameter's size, a matrix's rows, columns and means, and the numbers of a step.
     let last = |at: usize| shape.iter().rev().nth(at).map_or(1, |size| (*size).max(1) as usize);
     let (rows, columns) = (numbers / last(0), numbers / last(1));
     2 * numbers + rows + columns + rows / last(1) + 32
 }
 
-/// Updates one contiguous parameter by averages of its squared gradients, its moments: over rows and columns of its last
-/// two dimensions, or those of each element of a vector. They are of the scratch memory's dtype: f64 for an f64
-/// parameter, else f32. A CPU allocates nothing.
+/// Updates one contiguous parameter by averages of its squared gradients: over rows and over columns of its last two
+/// dimensions, or of each element of a vector. The averages are its moments, of the scratch memory's dtype: f64 for an
+/// f64 parameter, else f32. On a CPU nothing is allocated.
 ///
 /// # Errors
 /// As [`muon`].

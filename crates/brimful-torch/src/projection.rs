@@ -34,7 +34,7 @@ pub fn projection(
     Ok(out.remove(0))
 }
 
-/// Applies several linear layers to the same rows. The backward accumulates the rows' gradient as it computes it.
+/// Applies several linear layers to the same rows. The backward accumulates the rows' gradient over the layers.
 ///
 /// # Errors
 /// When shapes or dtypes do not match, or memory runs out.

@@ -9,8 +9,8 @@ use crate::ffi::{self, RawSplit};
 use crate::leaves::{KnownLeaves, Reach};
 use crate::{owned_or_none, raw, raw_list};
 
-/// Weight part (dW) of a backward whose input part (dX) has run. Until it runs it keeps the tensors that the
-/// weight gradients are computed from, and nothing else of the graph.
+/// Weight part (dW) of a backward whose input part (dX) has run. Until the weight part runs, it keeps the tensors
+/// that the weight gradients are computed from, and nothing else of the graph.
 ///
 /// Hooks of tensors that feed a weight's node run in both parts. Norms, recurrent layers and custom functions run
 /// whole in the input part; their weight gradients are kept here.
@@ -32,8 +32,8 @@ unsafe impl Send for SplitBackward {}
 impl SplitBackward {
     /// Computes the input gradients of each group of roots; every root comes with its gradient.
     ///
-    /// No leaf's gradient changes, save by layers that run a backward inside theirs. The graph cannot be used a
-    /// second time, and the saved tensors must not change until the weight part is done.
+    /// No leaf's gradient changes, except by layers that run another backward inside their own. The graph cannot be
+    /// used a second time, and the saved tensors must not change until the weight part is done.
     ///
     /// # Errors
     /// When libtorch refuses: a shape does not match, or memory runs out.
@@ -47,8 +47,8 @@ impl SplitBackward {
         }
     }
 
-    /// Runs [`input_gradients`](Self::input_gradients) if the roots lead only to known leaves and to the inputs. Otherwise
-    /// returns one of the other leaves and runs nothing.
+    /// Runs [`input_gradients`](Self::input_gradients) if the roots lead only to known leaves and to the inputs.
+    /// Otherwise returns one of the other leaves and runs nothing.
     ///
     /// # Errors
     /// As [`input_gradients`](Self::input_gradients).
@@ -138,7 +138,7 @@ impl SplitBackward {
         Ok(out.into_iter().map(owned_or_none).collect())
     }
 
-    /// Returns the names of the nodes that ran whole because they are not libtorch's own.
+    /// Returns the names of the nodes, if any, that ran whole because they are not libtorch's own.
     pub fn run_whole(&self) -> Option<String> {
         // SAFETY: it lives as long as `self`; the caller owns the text.
         take_string(unsafe { ffi::brimful_split_unknown(self.split) })

@@ -23,7 +23,7 @@ pub struct Touched {
     pub read: Vec<Tensor>,
     /// Blocks of memory that were written to and still exist.
     pub written: Vec<Tensor>,
-    /// Tensors among these that did not require a gradient.
+    /// Tensors that the work used while they did not require a gradient.
     pub frozen: Frozen,
 }
 

@@ -43,8 +43,8 @@ fn empty(tensor: &Tensor, pinned: bool, keeps_order: bool) -> Result<Tensor, Tor
     unsafe { ffi::brimful_empty_pinned(raw(tensor), pinned, keeps_order) }.map(owned)
 }
 
-/// Queues a copy of the data into another tensor on this thread's stream of the device that one of them is on.
-/// The host waits only if the other is in pageable memory.
+/// Queues a copy of the data between a tensor on a device and another tensor, on this thread's stream of that device.
+/// The host waits only if the other tensor is in pageable memory.
 ///
 /// # Errors
 /// When their shapes differ, or the device has failed.

@@ -51,14 +51,14 @@ pub use sequences::Sequences;
 
 use crate::Result;
 
-/// Returns all tensors of a batch that are computed with, in the order of its leaves.
+/// Returns the tensors of a batch, in the order of its leaves, without those that stay on the host.
 pub(crate) fn tensors(batch: &impl Batch) -> Vec<&Tensor> {
     let leaves = leaves(batch).into_iter().filter(|leaf| !leaf.stays_on_the_host());
-    // Undefined ones are refused when the samples are counted.
+    // Undefined tensors are refused when the samples are counted.
     leaves.map(Leaf::tensor).filter(|tensor| tensor.defined()).collect()
 }
 
-/// Bytes of a tensor's numbers.
+/// Returns the bytes of a tensor's numbers.
 pub(crate) fn tensor_bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }
@@ -78,11 +78,11 @@ pub enum Leaf<'a> {
     Ragged {
         /// Values of all samples, padded.
         values: &'a Tensor,
-        /// Width of each sample: the leaf that comes next.
+        /// Width of each sample. This tensor is also the next leaf.
         widths: &'a Tensor,
     },
-    /// Width in the second dimension of each sample of the leaf before: cut, but not computed with, so it stays
-    /// in host memory.
+    /// Width of each sample of the previous leaf, in the second dimension. Cut, but stays in host memory,
+    /// because no layer computes with it.
     Widths(&'a Tensor),
 }
 
@@ -208,7 +208,7 @@ pub trait Batch: Sized + Send {
     }
 }
 
-/// Number of samples of a batch: the length of all of its leaves except shared ones.
+/// Returns the number of samples of a batch: the length of all of its leaves except shared ones.
 ///
 /// # Errors
 /// When the lengths differ, a leaf is not defined or has no dimension to cut, or there is nothing to cut.
@@ -233,8 +233,8 @@ pub fn len<B: Batch>(batch: &B) -> Result<usize> {
     }
 }
 
-/// Returns the samples of this range, as views without a copy. Only [`Sequences`] are copied, as wide as the
-/// widest of the range.
+/// Returns the samples of this range, as views. Only [`Sequences`] may be copied, because they are trimmed to
+/// the widest sample of the range.
 ///
 /// # Errors
 /// When a leaf does not have all of these samples.
@@ -254,7 +254,7 @@ pub fn slice<B: Batch>(batch: &B, range: Range<usize>) -> Result<B> {
     })
 }
 
-/// Trims the values to the widest of them, in memory of their own: models expect contiguous rows.
+/// Trims the values to the widest sample. Copies them if they change, because models expect contiguous rows.
 fn trimmed(values: &Tensor, widths: &Tensor) -> Result<Tensor> {
     let widest = numbers(widths)?.into_iter().max().unwrap_or(0);
     if widest >= values.size()[1] {
@@ -266,14 +266,13 @@ fn trimmed(values: &Tensor, widths: &Tensor) -> Result<Tensor> {
 /// Returns the widths as numbers.
 fn numbers(widths: &Tensor) -> Result<Vec<i64>> {
     let numbers = widths.f_to_device(Device::Cpu)?.f_to_kind(Kind::Int64)?;
-    Vec::<i64>::try_from(&numbers).map_err(|_| BatchError::NothingToCut.into())
+    Ok(Vec::<i64>::try_from(&numbers)?)
 }
 
 /// Joins the parts into one batch, in their order: the inverse of cutting by [`slice()`].
 ///
-/// Shared leaves and all values that are not tensors come from the first part. Leaves that are single numbers,
-/// which [`slice()`] never makes but a micro-batch's results may have, become one leaf with a number for each
-/// part.
+/// Shared leaves and all values that are not tensors come from the first part. Leaves of a single number, such
+/// as the mean over a micro-batch, become one leaf with a number for each part.
 ///
 /// # Errors
 /// When there is no part, or the parts differ in more than their samples.

@@ -22,8 +22,8 @@ use crate::timed_event::TimedEvent;
 
 /// Copy streams of one thread to its device. Clones share the streams.
 ///
-/// It lives as long as the engine or worker that copies, because memory belongs to the stream that allocated
-/// it: memory of a new stream would stay with that stream after the copies.
+/// They live as long as the engine or worker that copies, because libtorch's cache keeps memory for the stream
+/// that allocated it. The memory of a short-lived stream would stay unused in the cache.
 #[derive(Debug, Clone)]
 pub(crate) struct CopyStreams {
     device: Device,
@@ -31,7 +31,7 @@ pub(crate) struct CopyStreams {
     streams: Arc<Mutex<Vec<Stream>>>,
     /// True if pinned memory of the caller was read.
     reads_pinned: Arc<AtomicBool>,
-    /// Borrowers of tensors that are on this device already, which are lent, not copied.
+    /// Borrowers of tensors that are on this device already: such tensors are lent, not copied.
     pub(crate) borrowers: Borrowers,
 }
 
@@ -39,12 +39,12 @@ pub(crate) struct CopyStreams {
 #[derive(Debug)]
 pub(crate) struct Arriving {
     tensor: Tensor,
-    /// Event of its completion; `None` where it is complete.
+    /// Event of its completion; `None` if it is complete already.
     done: Option<Event>,
 }
 
 impl Arriving {
-    /// Bytes of the copy.
+    /// Returns the bytes of the copy.
     pub(crate) fn bytes(&self) -> u64 {
         tensor_bytes(&self.tensor)
     }
@@ -64,8 +64,8 @@ impl CopyStreams {
         self.device
     }
 
-    /// Begins to copy a tensor that its own device has computed at `ready`; `None` if it was complete before
-    /// any other work.
+    /// Begins to copy a tensor to this device. The copy waits for `ready`, at which the tensor is complete on its
+    /// own device; without `ready`, the tensor is complete already.
     pub(crate) fn begin(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Tensor> {
         let there = self.stream(tensor.device())?;
         let here = self.stream(self.device)?;
@@ -91,7 +91,7 @@ impl CopyStreams {
         Ok(copy)
     }
 
-    /// Records the completion of all copies so far; `None` where they are complete.
+    /// Records an event at which all copies so far are complete; `None` on a CPU, where they are complete now.
     pub(crate) fn completion(&self) -> Result<Option<Event>> {
         if self.device == Device::Cpu {
             return Ok(None);
@@ -99,8 +99,8 @@ impl CopyStreams {
         Ok(Some(Event::after(self.stream(self.device)?)?))
     }
 
-    /// Returns the event at which a copy of a tensor that is complete at `ready` could begin: after all earlier
-    /// copies.
+    /// Returns the event at which the next copy could begin: after all earlier copies, and after `ready`, at which
+    /// its tensor is complete.
     pub(crate) fn event_after(&self, ready: Option<&Event>) -> Result<TimedEvent> {
         if let (Some(ready), true) = (ready, self.device != Device::Cpu) {
             self.stream(self.device)?.wait(ready)?;
@@ -111,9 +111,8 @@ impl CopyStreams {
         }
     }
 
-    /// Makes this thread's later work on these tensors wait for the copies that have begun: on their own
-    /// accelerator, or on the host, which waits if it could otherwise overwrite pinned memory that is still
-    /// being read.
+    /// Makes this thread's later work on these tensors wait for the copies that have begun. Their accelerators'
+    /// streams wait. The host waits only if copies read the caller's pinned memory, which it could overwrite.
     pub(crate) fn release<'a>(&self, tensors: impl Iterator<Item = &'a Tensor>) -> Result<()> {
         let Some(completed) = self.completion()? else { return Ok(()) };
         for source in accelerators(tensors.map(Tensor::device)) {
@@ -136,13 +135,13 @@ impl CopyStreams {
         Ok(Arriving { tensor: copy, done: self.completion()? })
     }
 
-    /// Returns the copy, for this thread's later work on the device.
+    /// Returns the copy. This thread's later work on the device waits for it.
     pub(crate) fn finish(&self, arriving: Arriving) -> Result<Tensor> {
         let Arriving { tensor, done } = arriving;
         if let Some(done) = done {
             let compute = Stream::current(self.device)?;
             compute.wait(&done)?;
-            // It belongs to the copy stream: if freed, it would be reused there before this work has read it.
+            // The memory belongs to the copy stream, which could reuse freed memory before this work has read it.
             compute.record_stream(&tensor)?;
         }
         Ok(tensor)

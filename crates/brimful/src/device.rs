@@ -81,8 +81,8 @@ fn no_device(asked: &str) -> Error {
     Error::NoDevice { asked: asked.into(), available: available.join(", "), hint: hint.into() }
 }
 
-/// Allows CUDA to compute f32 matrix products and convolutions in TF32: several times faster, with 10 instead
-/// of 23 bits of a fraction. Applies to the whole process; by default libtorch allows it for convolutions only.
+/// Allows CUDA to compute f32 matrix products and convolutions in TF32: several times faster, with a mantissa of
+/// 10 instead of 23 bits. Applies to the whole process; by default libtorch allows it for convolutions only.
 ///
 /// # Errors
 ///

@@ -25,7 +25,8 @@ use crate::world::WorldError;
 
 /// Error of this library's calls.
 ///
-/// The debug form is the message and those of its causes, as a `main` that returns it prints them.
+/// The debug form, which `main` prints of an error that it returns, is the message and the messages of its
+/// causes.
 #[derive(Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -53,12 +54,12 @@ pub enum Error {
         cause: Box<OutOfMemory>,
     },
 
-    /// A rehearsal of an automatic size has ended, and must be rolled back. Never leaves the library.
+    /// The end of an automatic size's rehearsal, which must be rolled back. Never leaves the library.
     #[doc(hidden)]
     #[error("a rehearsal is over")]
     Rehearsed,
 
-    /// A CUDA graph no longer does the same as the closure. Never leaves the library.
+    /// A CUDA graph that no longer does the same work as its closure. Never leaves the library.
     #[doc(hidden)]
     #[error("what was captured is out of date")]
     OutOfDate,
@@ -251,7 +252,7 @@ pub enum Error {
         action: Action,
         /// Layer that was running; none in a backward, a transfer or the loss.
         layer: Option<String>,
-        /// Cause, which the message includes: so it is not a `source`, which would repeat it.
+        /// Cause. It is not a `source`, because the message includes it already.
         cause: Box<Error>,
     },
 
@@ -266,7 +267,7 @@ impl fmt::Debug for Error {
         f.write_str(&reported)?;
         for cause in iter::successors(self.source(), |&error| error.source()) {
             let words = cause.to_string();
-            // Many messages end in that of their cause.
+            // Many messages end in the message of their cause.
             if !reported.ends_with(&words) {
                 write!(f, "\n  because {words}")?;
                 reported = words;

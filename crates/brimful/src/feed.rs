@@ -33,7 +33,7 @@ pub(crate) fn each<B: Batch, F: FnMut(usize, B) -> Result<()>>(
     streams: &CopyStreams,
     mut f: F,
 ) -> Result<()> {
-    // Copies may be changed; tensors that are on the device already are lent.
+    // The closure may change copies. Tensors that are on the device already belong to the caller and are lent.
     if !batch::devices(batch).contains(&streams.device()) {
         return brought(batch, ranges, streams, f);
     }
@@ -43,7 +43,7 @@ pub(crate) fn each<B: Batch, F: FnMut(usize, B) -> Result<()>>(
     Ok(())
 }
 
-/// Calls `f` with each micro-batch in order, which may be a view of the batch.
+/// Calls `f` with each micro-batch in order. A micro-batch may be a view of the batch.
 fn brought<B: Batch>(
     batch: &B,
     ranges: &[Range<usize>],
@@ -79,7 +79,7 @@ fn brought<B: Batch>(
                 .into_iter()
                 .try_for_each(|tensor| compute.record_stream(tensor))?;
             f(i, micro_batch)?;
-            // The feeder stops listening once it has sent the last one.
+            // The feeder stops listening once it has sent the last micro-batch.
             let _ = releases.send(Event::after(compute)?);
         }
         Ok(())
@@ -131,7 +131,7 @@ pub(crate) fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
     with_others(batch, device, |tensor| Ok(transfer::send(&transfer::pin(tensor)?, device)?))
 }
 
-/// Replaces those of the batch's tensors that belong on the device and are elsewhere by the results of `bring`.
+/// Applies `bring` to each of the batch's tensors that belongs on the device and is elsewhere.
 fn with_others<B: Batch>(
     batch: &B,
     device: Device,

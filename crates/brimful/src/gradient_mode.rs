@@ -1,9 +1,9 @@
 //! Gradient mode of a thread, set anew for each piece of work.
 //!
-//! It is a setting of the thread. Otherwise a guard that a layer or a closure forgets to drop would affect all
-//! later work of the thread.
+//! libtorch keeps the mode for the whole thread. If it were not set anew, a guard that a layer or a closure
+//! forgets to drop would affect all later work of the thread.
 
-/// Runs `f` with or without graphs. Restores the thread's mode afterwards, even if `f` leaves another one or
+/// Runs `f` with or without autograd graphs. Restores the thread's mode afterwards, even if `f` changes it or
 /// panics.
 pub(crate) fn with_graphs<T>(wanted: bool, f: impl FnOnce() -> T) -> T {
     let _before = tch::no_grad_guard();

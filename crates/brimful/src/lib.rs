@@ -164,7 +164,7 @@ pub use tch;
 pub use workers::DeviceSpec;
 pub use world::World;
 
-/// Shared with this project's program, benchmarks and tests; not part of the API.
+/// Items for this project's program, benchmarks and tests; not part of the API.
 #[doc(hidden)]
 pub mod internal {
     pub use crate::accumulate::{gradient_factor, sums_apart};

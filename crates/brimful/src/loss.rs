@@ -188,7 +188,7 @@ impl Term {
         }))
     }
 
-    /// Returns the root gradient where its number is on the device, to be filled in later.
+    /// Returns the root gradient for a number on the device, which a CUDA graph reads at each replay.
     pub(crate) fn root_gradient_of(&self, number: &Tensor) -> Result<Tensor> {
         match &self.over {
             Over::Given(Weight::Tensor(weight)) => {
@@ -198,14 +198,15 @@ impl Term {
         }
     }
 
-    /// Converts a number to f64 on the value's device, before it is multiplied: f16 ends at 65,504, which is
-    /// few tokens.
+    /// Converts a number to f64 on the value's device before it is multiplied: f16 ends at 65,504, and a
+    /// micro-batch may have more tokens.
     fn double(&self, number: &Tensor) -> Result<Tensor> {
         let number = number.f_detach()?.f_to_device(self.value.device())?;
         Ok(number.f_to_kind(Kind::Double)?.f_view([1_i64])?)
     }
 
-    /// Returns the number in the root gradient, which a weight on the device still multiplies.
+    /// Returns the factor of the root gradient that is known on the host; `None` for a term that has no part in
+    /// this micro-batch. A weight on the device is not part of it.
     pub(crate) fn root_number(&self, part: &MicroBatchWeight) -> Option<f64> {
         let number = match &self.over {
             Over::Samples => part.samples / part.unit,

@@ -102,24 +102,24 @@ impl Arena {
         self.account.reset_peak();
     }
 
-    /// Number of requested allocations, including refused ones.
+    /// Returns the number of requested allocations, including refused ones.
     pub fn allocations(&self) -> u64 {
         self.account.allocations()
     }
 
-    /// Number of refused allocations.
+    /// Returns the number of refused allocations.
     pub fn refusals(&self) -> u64 {
         self.account.refusals()
     }
 
     /// Makes the n-th allocation from now fail once, as if memory had run out (1 is the next one, 0 cancels
-    /// it). For tests of a program's behaviour then.
+    /// it). For tests of out-of-memory handling.
     pub fn fail_nth_allocation(&self, n: u64) {
         self.account.fail_allocations(n, u64::from(n > 0));
     }
 
     /// Makes every allocation fail from the n-th on (1 is the next one), until
-    /// [`Arena::fail_nth_allocation`] cancels it. For tests of a program's behaviour then.
+    /// [`Arena::fail_nth_allocation`] cancels it. For tests of out-of-memory handling.
     pub fn fail_from_nth_allocation(&self, n: u64) {
         self.account.fail_allocations(n, u64::MAX);
     }
@@ -268,7 +268,7 @@ fn check_limit(memory: &str, bytes: Option<u64>, in_use: u64) -> Result<()> {
     }
 }
 
-/// Returns the limit of a memory; the machine's total where it is not counted or not limited.
+/// Returns the limit of a memory; the machine's total memory if there is no account or no limit.
 pub(crate) fn end_of(memory: Option<&Memory>) -> Result<Bytes> {
     let usage = memory.map(Memory::usage).transpose()?;
     usage.and_then(|usage| usage.limit).map_or_else(|| Ok(host()?.total), Ok)

@@ -1,7 +1,7 @@
 //! Memory format of convolutional models: as the user has it, or channels last.
 //!
 //! Which one is faster depends on the device, the dtype and the shapes, so it is measured in the first steps:
-//! two of each format count, after those in which kernels are chosen.
+//! two steps of each format are timed, after a first one in which kernels are chosen.
 
 use std::time::Duration;
 
@@ -60,7 +60,7 @@ pub(crate) trait InMemoryFormat {
 
     /// Runs `f`; if that fails in a memory format that is on trial, reruns it in the user's own. If the rerun
     /// succeeds, the format was the cause and is refused.
-    fn in_order<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
+    fn in_format<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
         if !self.format_choice().is_on_trial() {
             return f(self);
         }
@@ -130,8 +130,8 @@ impl FormatChoice {
         })
     }
 
-    /// Returns whether steps are being compared, which must not differ in anything else. The very first step
-    /// does not count.
+    /// Returns whether steps are being compared, so that they must differ in nothing but the format. The very first
+    /// step does not count.
     pub(crate) fn is_measuring(&self) -> bool {
         self.trial.as_ref().is_some_and(|trial| trial.steps > 0)
     }
@@ -171,7 +171,7 @@ impl FormatChoice {
             channels_last = self.channels_last,
             as_is_samples_per_s = 1.0 / as_is,
             channels_last_samples_per_s = 1.0 / last,
-            "the order of images and convolutions in memory is chosen"
+            "the memory format of images and convolutions is chosen"
         );
         self.channels_last.then_some(as_is / last)
     }
@@ -179,7 +179,7 @@ impl FormatChoice {
     /// Ends the measurement in favour of the user's own format.
     pub(crate) fn refuse(&mut self, cause: &str) {
         if self.trial.take().is_some() {
-            tracing::warn!(cause, "channels stay where they are in memory");
+            tracing::warn!(cause, "images and convolutions keep their memory format");
         }
         self.set_channels_last(false);
     }
@@ -207,7 +207,7 @@ pub(crate) fn with_channels_last(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Returns whether it has the dimensions of images or of a convolution's weight.
+/// Returns whether the tensor has the dimensions of images or of a convolution's weight.
 pub(crate) fn has_channels(tensor: &Tensor) -> bool {
     matches!(tensor.dim(), 4 | 5)
 }

@@ -4,10 +4,11 @@
 //! methods, as a panic from the plain ones. So they are recognised by their text, in this file only. All
 //! other errors are returned unchanged.
 //!
-//! An arena's numbers are not parsed: the bridge keeps those of its last refusals. CUDA's and the host's
-//! are parsed from libtorch's message. libtorch would call an observer with CUDA's, but on the allocating
-//! thread, which in a backward is one of autograd's, so they could not be matched with the error; and it
-//! registers observers without a lock, while other threads may run out of memory.
+//! An arena's numbers are not parsed, because the bridge keeps the numbers of its last refusals. CUDA's and the
+//! host's numbers are parsed from libtorch's message. libtorch can also report CUDA's to an observer, for which
+//! it is no use: in a backward, the observer runs on one of autograd's threads, so its numbers could not be
+//! matched with the error. And observers are registered without a lock, while other threads may run out of
+//! memory.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -77,7 +78,7 @@ const REMEDIES: [&str; 2] = [
 ];
 
 impl Place {
-    /// Returns what helps where this memory ran out.
+    /// Returns the remedy to recommend when this memory has run out.
     fn remedy(&self) -> &'static str {
         match self {
             Self::Arena(_) | Self::Cuda => REMEDIES[0],
@@ -108,7 +109,7 @@ const PHRASES: [(&str, Place); 13] = [
     ("std::bad_alloc", Place::Host),
 ];
 
-/// Beginning of an arena's message in `arena.cpp`; its name follows.
+/// Beginning of an arena's message in `arena.cpp`; the arena's name follows.
 const ARENA: &str = "out of memory in arena '";
 
 /// Beginning of the advice in CUDA's message, which is cut off: brimful's remedies replace it.
@@ -117,7 +118,7 @@ const ADVICE: &str = " If reserved but unallocated memory is large";
 /// Phrase of an error after which nothing can be retried, though its message may mention out of memory.
 const INCONSISTENT: &str = "so the parameters are inconsistent";
 
-/// Failure of a guarded call.
+/// Failure of a call that [`catch`] has run.
 #[derive(Debug)]
 pub enum Caught<E> {
     /// Memory ran out, reported by an error or a panic.
@@ -239,8 +240,8 @@ fn bytes(number: &str, unit: &str) -> Option<Bytes> {
     format!("{number} {unit}").parse().ok()
 }
 
-/// Runs `f` without printing any of its panics, because only the caller handles its failure. Returns the
-/// first line of the error.
+/// Runs `f` without printing its panics, because the caller handles every failure. Returns the first line of
+/// the error.
 pub(crate) fn catch_unseen<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     let text = match unseen(Unseen::All, || panic::catch_unwind(AssertUnwindSafe(f))) {
         Ok(Ok(value)) => return Ok(value),
@@ -262,7 +263,7 @@ thread_local! {
     static UNSEEN: Cell<Unseen> = const { Cell::new(Unseen::None) };
 }
 
-/// Runs `f` while such panics of this thread are not printed.
+/// Runs `f` without printing these panics of this thread.
 fn unseen<T>(which: Unseen, f: impl FnOnce() -> T) -> T {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

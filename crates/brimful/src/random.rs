@@ -36,11 +36,11 @@ impl Randomness {
     }
 }
 
-/// Random numbers of one micro-batch in one step. Each layer has a seed of its own, so the numbers depend
-/// neither on the schedule, the balance and the threads, nor on recomputation.
+/// Random numbers of one micro-batch in one step. Each layer has a seed of its own, so the numbers do not depend
+/// on schedule, balance, threads or recomputation.
 ///
-/// A pipeline's [`StepReport`](crate::StepReport) reports its seed, from which a plain model can draw the same numbers by
-/// `Model::forward_with_rng`.
+/// A pipeline's [`StepReport`](crate::StepReport) reports its seed, from which a plain model can draw the same
+/// numbers by `Model::forward_with_rng`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepRng {
     step: u64,
@@ -54,8 +54,8 @@ impl StepRng {
         Self { step, micro_batch: micro_batch as u64 }
     }
 
-    /// Creates the random numbers of a model's initial values, with a seed from libtorch's default generator: a pipeline
-    /// built now would draw the same.
+    /// Creates the random numbers of a model's initial values, with a seed from libtorch's default generator: a
+    /// pipeline built now would draw the same.
     ///
     /// # Errors
     ///
@@ -96,8 +96,8 @@ impl Generator {
     }
 }
 
-/// Runs `f` with a seed for the step, or with the error of drawing it, which other ranks may wait for. If `f`
-/// fails, the draw is undone.
+/// Runs `f` with a seed for the step, or with the error of drawing it, so that `f` can report the error to other
+/// ranks. If `f` fails, the draw is undone.
 pub(crate) fn with_step_seed<T>(
     devices: Vec<Device>,
     f: impl FnOnce(Result<u64>) -> Result<T>,
@@ -124,7 +124,7 @@ pub(crate) fn with_seed<T>(
     result
 }
 
-/// Runs `f`, and restores the accelerators' own generators afterwards, which steps seed as they need.
+/// Runs `f`, and restores the accelerators' generators afterwards, because steps seed them.
 pub(crate) fn preserving_generators<T>(
     devices: Vec<Device>,
     f: impl FnOnce() -> Result<T>,
@@ -132,7 +132,7 @@ pub(crate) fn preserving_generators<T>(
     preserving(of_accelerators(devices)?, f)
 }
 
-/// Runs `f`, then restores the generators' states of `before`.
+/// Runs `f`, then restores the generators to the states in `before`.
 pub(crate) fn preserving<T>(before: Randomness, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let result = f();
     // In case of failure too: a step's own seeds must not determine the user's next draws.
@@ -140,7 +140,7 @@ pub(crate) fn preserving<T>(before: Randomness, f: impl FnOnce() -> Result<T>) -
     result
 }
 
-/// Saves the generators of the accelerators among these devices.
+/// Saves the states of the generators of the accelerators among these devices.
 pub(crate) fn of_accelerators(devices: Vec<Device>) -> Result<Randomness> {
     let accelerators = devices.into_iter().filter(|device| *device != Device::Cpu);
     Randomness::of(accelerators.collect())

@@ -8,7 +8,7 @@ use crate::oom::{self, Caught};
 use crate::step::into_error_or_panic;
 use crate::{Error, Result};
 
-/// Runs `f` in the memory. If that runs out, empties the cache and calls `f` once more.
+/// Runs `f` in this memory. If memory runs out, empties the cache and calls `f` once more.
 ///
 /// `f` must allow a second call after a failure. The optimizers of this library do, because their steps are
 /// atomic.

@@ -82,8 +82,8 @@ pub fn write_made(
     made_beside(path.as_ref(), tensors, metadata, make)?.replace()
 }
 
-/// Writes the tensors to a new file beside the target, which [`WrittenFile::replace`] renames: the tensors
-/// may change before that, as on a thread that waits for the disk while training continues.
+/// Writes the tensors to a new file beside the target; [`WrittenFile::replace`] renames it to the target. The
+/// tensors may change before the rename, so training can continue while another thread waits for the disk.
 ///
 /// # Errors
 /// As for [`write()`].

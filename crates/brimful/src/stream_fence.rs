@@ -15,7 +15,7 @@ impl StreamFence {
         Self::now(accelerators(tensors.map(Tensor::device)))
     }
 
-    /// Records this thread's work on those of these accelerators where it has entered another stream than the
+    /// Records this thread's work on each of these accelerators where it has entered a stream other than the
     /// common one.
     pub(crate) fn apart(devices: &[Device]) -> Result<Self> {
         let mut apart = Vec::new();
@@ -28,7 +28,7 @@ impl StreamFence {
         Self::now(apart)
     }
 
-    /// Records this thread's later work on the same accelerators.
+    /// Returns a new fence on the same accelerators, which records this thread's work until now.
     pub(crate) fn since(&self) -> Result<Self> {
         Self::now(self.0.iter().map(|(device, _)| *device))
     }

@@ -30,7 +30,7 @@ impl TimedEvent {
         }
     }
 
-    /// Time since an earlier event on the same device. Both must have been reached.
+    /// Returns the time since an earlier event on the same device. Both must have been reached.
     pub(crate) fn since(&self, earlier: &Self) -> Result<Duration> {
         match (earlier, self) {
             (Self::Host(earlier), Self::Host(now)) => Ok(now.saturating_duration_since(*earlier)),
@@ -39,7 +39,7 @@ impl TimedEvent {
         }
     }
 
-    /// Seconds since an earlier event; waits for this one.
+    /// Returns the seconds since an earlier event; waits for this one.
     pub(crate) fn seconds_since(&self, earlier: &Self) -> Result<f64> {
         self.wait()?;
         Ok(self.since(earlier)?.as_secs_f64())

@@ -204,7 +204,8 @@ fn learn(built: &mut Built<'_>, cuda_graphs: bool) -> Result<(usize, f64)> {
     Ok((failed, first_step_s))
 }
 
-/// Runs `largest`; measures its extra time over as many first steps of the size that it found.
+/// Runs `largest`. Its extra time is measured against the same number of first steps with the size that it
+/// found.
 fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
     let mut built = subject.build(MicroBatches::Largest)?;
     let (mut total, mut failed, mut found) = (0.0, 0, 0);

@@ -24,7 +24,7 @@ pub(super) struct LimitedWork {
     pub(super) cuda_graphs: bool,
 }
 
-/// Subject that has been built inside its memory.
+/// Model that was built within its memory limit.
 pub(super) struct Built<'a> {
     store: VarStore,
     model: LossModel,

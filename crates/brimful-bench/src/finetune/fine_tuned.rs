@@ -40,10 +40,7 @@ pub(super) fn fine_tuned(
             Box::new(StagedTraining::new(builder, AdamW::new(LEARNING_RATE), setting::loss)?)
         }
         OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
-            bail!(
-                "--offload {} is not measured here: give device, host or host-in-backward",
-                offload.contestant()
-            )
+            bail!("a planned offload is not measured here: give device, host or host-in-backward")
         }
     })
 }
@@ -99,7 +96,8 @@ impl FineTuned for WholeTuned {
     }
 }
 
-/// Describes the finest stages, which come to the device in turn and recompute their activations in the backward.
+/// Configures a pipeline of the smallest stages, all offloaded. Each is copied to the device before it runs, and
+/// its activations are recomputed in the backward.
 fn on_host(layers: Layers, device: Device, micro_batch: usize) -> Builder {
     Pipeline::builder(layers)
         .devices([DeviceSpec::from(device)])

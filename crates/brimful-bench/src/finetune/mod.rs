@@ -148,7 +148,7 @@ impl<'a> FinetuneWork<'a> {
     fn loaded(&self, offload: OffloadArgument) -> Result<(Box<dyn FineTuned>, LoadFigures)> {
         let Self { options, folder, device } = self;
         let (layers, device) = (self.layers(), *device);
-        // Host memory of the device's libraries must not count as the weights'.
+        // Loads the device's libraries first, so that their host memory does not count as the weights'.
         let first = Tensor::ones([8, 8], (Kind::BFloat16, device));
         let _ = first.matmul(&first);
         torch_device::synchronize(device)?;
@@ -177,7 +177,7 @@ impl<'a> FinetuneWork<'a> {
         ))
     }
 
-    /// Returns tokens that the peers generate too, so that losses can be compared, and the tokens that follow.
+    /// Returns sequences and their next tokens. The peers generate the same ones, so that losses can be compared.
     fn batch(&self) -> (Tensor, Tensor) {
         let (samples, tokens) = (self.options.batch_size as i64, self.options.tokens);
         let places = Tensor::arange(samples * (tokens + 1), (Kind::Int64, self.device));

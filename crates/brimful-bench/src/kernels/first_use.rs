@@ -27,7 +27,7 @@ pub(super) struct FirstUseRow {
     part: &'static str,
     #[serde(flatten)]
     columns: Columns,
-    /// Kernels that our steps ran with: on a CPU libtorch's.
+    /// Kernels of our steps; on a CPU, these are libtorch's.
     kernels: String,
     /// Seconds of the last step with libtorch's kernels.
     libtorch_seconds: f64,

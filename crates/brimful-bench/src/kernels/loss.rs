@@ -72,11 +72,11 @@ pub(super) struct LossRow {
     seconds: f64,
     /// (Longest − shortest) / median of the turns.
     spread: f64,
-    /// Seconds of brimful over its own.
+    /// Seconds of brimful over this contestant's.
     time_ratio: f64,
     /// Peak memory beyond hidden states, weight and targets; includes the gradients.
     peak_bytes: Bytes,
-    /// Peak of brimful over its own.
+    /// Peak of brimful over this contestant's.
     peak_ratio: f64,
     loss: f64,
     /// Norm of the difference of both gradients from the reference's, over the reference's norm.
@@ -174,8 +174,8 @@ impl MeasuredHead {
         Ok(set_gradient(&mut self.weight, None)?)
     }
 
-    /// Returns the peak memory of a turn beyond its inputs. Not in the timed turns: accounting costs time on a
-    /// CPU.
+    /// Returns the peak memory of a turn beyond its inputs. Kept out of the timed turns, because accounting costs
+    /// time on a CPU.
     fn peak(&mut self, contestant: LossContestant) -> Result<Bytes> {
         self.clear()?;
         let memory = Memory::of(self.device)?;

@@ -20,7 +20,7 @@ use crate::work::Workload;
 /// Exclusive upper bound of the searched sizes.
 const TOO_LARGE: usize = 1 << 14;
 
-/// Measured layers of a family, and the devices that its models are to fit.
+/// Measured layers of a family, and the capacity that its models must fit.
 #[derive(Debug)]
 pub(super) struct LargestSearch {
     pub(super) family: Family,
@@ -41,7 +41,7 @@ pub(super) struct FoundModel {
 }
 
 impl LargestSearch {
-    /// Measures with one sample: larger micro-batches only cost memory.
+    /// Measures the layers with one sample, because larger micro-batches would only cost memory.
     pub(super) fn measure(
         family: Family,
         work: Workload,
@@ -84,7 +84,7 @@ impl LargestSearch {
         Ok(Some(best))
     }
 
-    /// Returns the plan of the smallest model with a layer for each stage.
+    /// Plans the smallest model that has a layer for each stage.
     fn first(
         &self,
         experiment: Experiment,

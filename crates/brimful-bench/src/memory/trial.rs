@@ -84,7 +84,7 @@ impl MemoryCapacity {
         let mut pipeline = Pipeline::builder(work.layers()?)
             .devices(memories.iter().cloned().map(DeviceSpec::from))
             .plan(&found.row)
-            // Hundreds of normalisations in a row diverge in a step, which costs no memory.
+            // Hundreds of normalisations in a row diverge within a step; this does not change its memory.
             .non_finite(NonFinitePolicy::Allow)
             .build()?;
         let mut optimizer = pipeline.optimizer(family.method())?;
@@ -105,7 +105,7 @@ impl MemoryCapacity {
         Ok(StepMemory { resident, peaks: figures(&memories, |usage| usage.peak)?, seconds })
     }
 
-    /// Returns a memory of the wanted size for each device.
+    /// Returns the memory of each device, limited to the capacity.
     fn memories(&self, devices: usize) -> Result<Vec<Memory>> {
         let device = |number| match self.device {
             Device::Cpu => Device::Cpu,

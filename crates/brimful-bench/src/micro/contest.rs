@@ -86,7 +86,7 @@ struct Contest<'a> {
     work: &'a Workload,
     device: Device,
     models: Vec<TunedModel>,
-    /// In pinned memory if the device is not the CPU, as from a careful loop's loader.
+    /// Mini-batch in host memory; pinned if the device is a GPU, as a careful loop's loader does.
     host: Samples,
 }
 

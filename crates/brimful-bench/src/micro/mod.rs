@@ -111,7 +111,7 @@ impl MicroOptions {
         usual.into_iter().map(|work| self.asked(work)).collect()
     }
 
-    /// Overrides a work by the given options; with --table only shapes can be given.
+    /// Overrides the default work by the given options; with --table only shapes can be given.
     fn asked(&self, work: Workload) -> Workload {
         let llama = self.llama.map(|shape| GptShape { llama: true, ..shape });
         Workload {

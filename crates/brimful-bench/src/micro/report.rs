@@ -44,7 +44,7 @@ pub(super) struct MemoryRow {
     pub(super) peak_bytes: Bytes,
     /// Mini-batch that it is compared with, in micro-batches.
     pub(super) compared_with: Option<usize>,
-    /// Peak over that of the other.
+    /// Peak over that of the mini-batch that it is compared with.
     pub(super) ratio: Option<f64>,
 }
 

@@ -100,7 +100,8 @@ impl<'a> NormContest<'a> {
         }
     }
 
-    /// Returns a contestant's allocations in a step on a CPU. Not in the timed turns: accounting costs time.
+    /// Returns the peak memory of a contestant's step on a CPU. Kept out of the timed turns, because accounting
+    /// costs time.
     fn cpu_peak(&mut self, contestant: NormContestant) -> Result<Bytes> {
         if contestant == NormContestant::Exact {
             return ExactModel::cpu_peak(self.work, &self.batch);

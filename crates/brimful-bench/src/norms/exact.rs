@@ -39,7 +39,8 @@ impl ExactModel {
         Ok((step.loss, step.peak()))
     }
 
-    /// Returns the allocations of a step on a CPU, with a separate model: accounting costs time.
+    /// Returns the peak memory of a step on a CPU, beyond the model itself. Runs a separate model, because accounting
+    /// costs time.
     pub(super) fn cpu_peak(work: &Workload, batch: &Samples) -> Result<Bytes> {
         let arena = Arena::new("bench");
         let mut counted = Self::new(work, Device::Cpu, Some(arena.clone()))?;

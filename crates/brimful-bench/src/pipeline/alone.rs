@@ -33,7 +33,7 @@ impl OneThread {
     pub(super) fn step(&mut self, batch: &Samples) -> Result<(f64, f64)> {
         clear_gradients(&self.store)?;
         let Self { store, model, micro } = self;
-        // With full logits, as the pipelines that it is compared with.
+        // Uses full logits, as the compared pipelines do.
         let backward = || Ok(micro.backward(batch, |(x, y)| Loss::mean(model.plain_loss(&x, &y)))?);
         let (step, seconds) = timed(store.device(), backward)?;
         Ok((seconds, step.loss))
@@ -48,7 +48,7 @@ impl ThreadCopies {
         (0..count).map(|_| OneThread::new(work, Device::Cpu)).collect::<Result<_>>().map(Self)
     }
 
-    /// Returns the seconds from the common start until the last one ends.
+    /// Runs one step of all copies at once; returns the seconds from the common start until the last one ends.
     pub(super) fn step(&mut self, batch: &Samples) -> Result<f64> {
         let begin = Barrier::new(self.0.len() + 1);
         thread::scope(|scope| {

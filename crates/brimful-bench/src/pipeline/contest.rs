@@ -26,7 +26,7 @@ pub(super) struct PipelineContest {
     /// None on an accelerator, and for a single stage.
     copies: Option<ThreadCopies>,
     pub(super) runners: Vec<Runner>,
-    /// Pipelines that cannot be built: a model has too few layers for some schedules.
+    /// Pipelines that cannot be built, for example because the model has too few layers for the schedule.
     missing: Vec<(PlanChoice, Error)>,
 }
 

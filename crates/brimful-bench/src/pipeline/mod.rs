@@ -123,7 +123,8 @@ pub(crate) fn run(options: &PipelineOptions) -> Result<()> {
     journal.end()
 }
 
-/// Measures the time and memory of the layers with one micro-batch, whatever their number.
+/// Measures the time and memory of each layer with one micro-batch. The result is used for any number of
+/// micro-batches.
 fn measured(work: &Workload, device: Device, progress: &TurnProgress) -> Result<Profile> {
     work.dtype.prepare(device)?;
     let sample = work.samples(work.micro_batch).0;

@@ -51,7 +51,8 @@ struct PipelineFigures {
     ratio: f64,
     /// Limit of the ratio set by the bubble, for stages of equal time.
     limit: f64,
-    /// Parallel capacity of the machine: rate of one copy per stage at once, over as many times one copy's.
+    /// Parallel capacity of the machine: seconds of one copy alone over the seconds of one copy per stage, all at
+    /// once. 1 means that the copies do not slow each other down.
     machine: f64,
     /// Ratio over limit times machine.
     of_limit: f64,

@@ -22,7 +22,7 @@ pub(super) struct Runner {
     /// Step planned from the layers' times.
     pub(super) planned: plan::PlannedStep,
     pub(super) times: StepTimes,
-    /// Steps that count.
+    /// Reports of the measured steps.
     steps: Vec<StepReport>,
     /// Peak of each device, if accounted.
     pub(super) peaks: Vec<Option<Bytes>>,
@@ -76,7 +76,7 @@ impl Runner {
         steps.get(steps.len() / 2).copied()
     }
 
-    /// Measures the peaks: on a CPU in another pipeline, because accounting costs time.
+    /// Measures the peaks of the devices. On a CPU a separate pipeline runs for this, because accounting costs time.
     pub(super) fn count(&mut self, batch: &Samples) -> Result<()> {
         if self.pipeline.output_device() != Device::Cpu {
             self.peaks = self.typical().map(|step| step.peaks.clone()).unwrap_or_default();
@@ -89,8 +89,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Returns the speed-up over one thread with equal stages, if a backward takes as long as two forwards. For
-    /// an automatic schedule, its list is made anew for such stages.
+    /// Returns the speed-up over one thread with equal stages, if a backward takes as long as two forwards. For an
+    /// automatic schedule, makes a new list of actions for such stages.
     pub(super) fn limit(&self) -> Result<f64> {
         let PlanChoice { schedule, micro_batches, recompute } = self.row.choice;
         let costs = Costs::ticks(self.planned.actions.stages());

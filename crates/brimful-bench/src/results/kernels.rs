@@ -25,7 +25,7 @@ const LOSS: [TableColumn; 8] = [
     ("gradient_difference", "gradients apart", Text),
 ];
 
-/// In the order of measurement: a run prints the last line of the last table.
+/// Makes the tables in the order of measurement, because a run prints the last line of the last table.
 pub(super) fn tables(rows: &[&ResultRow]) -> Vec<Table> {
     let (losses, first_uses) = parts(rows);
     let mut tables = by_work::tables(&first_uses, images, &FIRST_USE, |_, _| Vec::new());

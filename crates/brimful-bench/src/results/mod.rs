@@ -61,7 +61,7 @@ const BENCHES: [(&str, Views); 15] = [
     ("convergence", (convergence::tables, convergence::panels)),
 ];
 
-/// Returns the newest of a benchmark's rows as its table shows it; none if it is in no table.
+/// Returns the newest row of a benchmark as a line of its table; none if it is in no table.
 pub(crate) fn newest(bench: &str, rows: &[ResultRow]) -> Option<Newest> {
     let (_, (tables, _)) = BENCHES.iter().find(|(name, _)| *name == bench)?;
     Some(tables(&rows.iter().collect::<Vec<_>>()).last()?.newest())
@@ -114,7 +114,7 @@ impl Results {
                 continue;
             }
             let environment = &value["environment"];
-            // An environment without measurements has only its name.
+            // A file without measurements has an environment with only the name of the program.
             let tells = environment.as_object().is_some_and(|facts| facts.len() > 1);
             if tells && !self.environments.contains(environment) {
                 self.environments.push(environment.clone());
@@ -171,7 +171,7 @@ impl Results {
         Ok(())
     }
 
-    /// Describes the environment of the figures, and what is missing.
+    /// Lists the environments of the figures, and the runs that were stopped before their last row.
     fn notes(&self) -> String {
         let mut out = String::new();
         for environment in &self.environments {

@@ -86,7 +86,7 @@ fn of_stages<'a>(rows: &[&'a ResultRow], stages: f64) -> impl Iterator<Item = &'
     rows.filter(move |row| row.number("stages") == Some(stages))
 }
 
-/// Returns the lines of one thread, for either library: the median of those beside a number of stages.
+/// Returns a line for each library's model on one thread: the median over the runs beside each number of stages.
 fn references(group: &[&ResultRow]) -> Vec<TableLine> {
     let alone: Vec<&ResultRow> =
         group.iter().copied().filter(|row| row.side() == Side::Reference).collect();
@@ -129,9 +129,9 @@ fn contest(group: &[&ResultRow], stages: f64) -> Vec<TableLine> {
     lines
 }
 
-/// Returns a line of its work's group, beside a peer.
+/// Returns the line of a row. `group` has all rows of the same work, `peer` is the speed of the compared peer.
 fn figures(row: &ResultRow, name: String, group: &[&ResultRow], peer: Option<f64>) -> TableLine {
-    // Speed over that of one thread: ours is in the row; a peer's is relative to its own model.
+    // Speed over that of one thread. Our rows have this ratio; for a peer it is computed from its own model.
     let alone = || group.iter().find(|row| row.contestant() == PEERS_ALONE);
     let ratio = row.number("ratio").or_else(|| over(row.speed(), alone()?.speed()));
     let derived = vec![

@@ -10,7 +10,7 @@ use super::table::{Table, TableColumn};
 pub(super) struct RanksView {
     /// Unit of parallelism.
     of: &'static str,
-    /// Suffix of the baseline's name, ours and the peer's.
+    /// Heading of the column of ratios to the baseline.
     base: &'static str,
     /// Returns whether the second row is the baseline of the first.
     is_base: fn(&ResultRow, &ResultRow) -> bool,

@@ -22,7 +22,7 @@ pub(super) enum Side {
 }
 
 impl ResultRow {
-    /// Returns the text under this key; a number as text; else an empty one.
+    /// Returns the value under this key as text; empty if there is none.
     pub(super) fn text(&self, key: &str) -> String {
         match &self.0[key] {
             Value::String(text) => text.clone(),

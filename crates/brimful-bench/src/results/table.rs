@@ -68,7 +68,7 @@ impl TableLine {
 /// Column: its key in JSON and in rows, its heading, and its format.
 pub(super) type TableColumn = (&'static str, &'static str, Form);
 
-/// Minimum widths of a growing table's columns: of names, most of which are shorter, and of figures.
+/// Minimum widths of the columns of a growing table: of names, and of figures. Most names are shorter.
 const GROWING_NAME: usize = 30;
 const GROWING_FIGURE: usize = 9;
 
@@ -121,8 +121,8 @@ impl Table {
         out
     }
 
-    /// Returns the headings and the newest line, for a table that is printed while it grows: later lines have the
-    /// same columns.
+    /// Returns the headings and the newest line, for a table that is printed while it grows. The columns stay the
+    /// same for later lines.
     pub(super) fn newest(&self) -> Newest {
         let lines: Vec<_> = self.lines.iter().map(|line| line.show(&self.columns)).collect();
         let first = lines.iter().filter_map(|(cells, _)| cells.first());

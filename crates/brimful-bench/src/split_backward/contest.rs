@@ -27,7 +27,7 @@ pub(super) struct SplitBackwardRow {
     weight_seconds: f64,
     /// Seconds of both parts of the split backward together, measured on their own.
     split_seconds: f64,
-    /// Split backward over the whole.
+    /// Seconds of the split backward over those of the whole one.
     ratio: f64,
     /// (Longest − shortest) / median of the whole backward, and of the split one.
     whole_spread: f64,

@@ -142,8 +142,8 @@ fn loaded(maps: &str) -> Vec<PathBuf> {
     found.into_iter().collect()
 }
 
-/// Returns the folder around the library that a crate can be built with: it has the headers and every library that
-/// tch links, even the empty `libtorch.so`.
+/// Returns the folder of this library if a crate can be built with it. Such a folder has the headers and every library
+/// that tch links, even the empty `libtorch.so`.
 fn libtorch_folder(library: &Path) -> Option<PathBuf> {
     let around = [library.to_owned(), library.canonicalize().ok()?];
     let mut folders = around.iter().filter_map(|file| file.parent()?.parent()?.canonicalize().ok());
@@ -151,7 +151,7 @@ fn libtorch_folder(library: &Path) -> Option<PathBuf> {
     folders.find(|folder| needed.iter().all(|file| folder.join(file).exists()))
 }
 
-/// Lists the problems in what was found. A machine without a GPU has none for lacking one.
+/// Lists the problems of the set-up. A missing GPU is not a problem.
 fn diagnose(libtorch: &str, cuda: &Cuda, accelerators: usize) -> Vec<SetupProblem> {
     let problem = |what: String, remedy: &str| SetupProblem { what, remedy: remedy.to_owned() };
     let mut problems = Vec::new();

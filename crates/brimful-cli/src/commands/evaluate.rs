@@ -77,7 +77,7 @@ pub struct EvaluateOptions {
 #[derive(Debug, Serialize)]
 struct Evaluation {
     loss: f64,
-    /// For text only.
+    /// Perplexity, for text only.
     #[serde(skip_serializing_if = "Option::is_none")]
     perplexity: Option<f64>,
     /// Share of correct answers.
@@ -219,7 +219,7 @@ impl ModelWeights {
     }
 }
 
-/// Totals over the mini-batches, weighted by their number of targets.
+/// Totals over the mini-batches. The loss is weighted by the number of targets.
 #[derive(Debug, Default)]
 struct Sums {
     samples: usize,

@@ -113,7 +113,7 @@ impl GenerateOptions {
         Ok(())
     }
 
-    /// Returns the sampling parameters: those of the flags, and else those of the folder.
+    /// Returns the sampling parameters of the flags; the folder's for flags that were not given.
     fn sampling(&self, told: Sampling) -> Sampling {
         Sampling {
             temperature: self.temperature.unwrap_or(told.temperature),
@@ -131,9 +131,9 @@ fn choose(logits: &Tensor, sampling: &Sampling) -> Tensor {
     }
     let count = top_k.map_or(logits.numel(), |k| k.min(logits.numel()));
     let (values, tokens) = logits.topk(count as i64, -1, true, true);
-    // Subtracts the largest logit, so that no temperature is too small for an exponent.
+    // Subtracts the largest logit first: divided by a tiny temperature, it would overflow.
     let chances = ((&values - values.max()) / temperature).softmax(-1, Kind::Double);
-    // Drops the tokens before which likelier ones already reach `top_p` together.
+    // Drops a token if the likelier ones already add up to `top_p`.
     let before = chances.cumsum(-1, Kind::Double) - &chances;
     let chances = if top_p < 1.0 { &chances * before.lt(top_p) } else { chances };
     tokens.index_select(0, &chances.multinomial(1, false))
@@ -205,7 +205,7 @@ mod tests {
             assert_eq!(choose(&logits, &sampling).int64_value(&[0]), 1);
         }
         tch::manual_seed(1);
-        // The two likeliest have 0.5 together.
+        // The two likeliest reach a probability of 0.5 together, and neither alone.
         for sampling in [sampling(10.0, Some(2), 1.0), sampling(10.0, None, 0.5)] {
             let drawn: Vec<i64> =
                 (0..40).map(|_| choose(&logits, &sampling).int64_value(&[0])).collect();

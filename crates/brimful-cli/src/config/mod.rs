@@ -32,7 +32,7 @@ use crate::exit::wrong_use;
 use crate::files::text_of;
 use crate::nearest::nearest;
 
-/// Flags that no file may give.
+/// Flags that a file cannot set.
 const NOT_IN_FILES: [&str; 3] = ["config", "help", "version"];
 
 /// Parses the command line, with the flags of the config file that it names and those of the run that it resumes.
@@ -195,7 +195,7 @@ impl ConfigFile<'_> {
     }
 }
 
-/// Lists the flags of a command that a file may give.
+/// Lists the flags of a command that a file can set.
 fn in_files(command: &Command) -> impl Iterator<Item = &Arg> {
     let is_given = |arg: &&Arg| arg.get_long().is_some_and(|name| !NOT_IN_FILES.contains(&name));
     command.get_arguments().filter(is_given)

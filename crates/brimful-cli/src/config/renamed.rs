@@ -1,4 +1,5 @@
-//! Flags that have a new name: an old name is answered with the new one, and runs that were saved with it still load.
+//! Renamed flags. An old name on the command line fails with an error that gives the new one. Saved runs with old names
+//! still load.
 
 use std::ffi::OsString;
 
@@ -30,7 +31,7 @@ pub(super) fn old_name(new: &str) -> Option<&'static str> {
     RENAMED.iter().find(|(_, name)| *name == new).map(|(old, _)| *old)
 }
 
-/// Fails if a word is the old name of a flag, with the new one.
+/// Fails if a word is the old name of a flag. The error gives the new name.
 pub(super) fn refuse_old_names(command: &Command, words: &[OsString]) -> Result<()> {
     let flags = words.iter().filter_map(|word| word.to_str()?.strip_prefix("--"));
     for old in flags.map(|flag| flag.split('=').next().unwrap_or(flag)) {

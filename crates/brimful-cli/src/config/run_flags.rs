@@ -10,8 +10,8 @@ use super::{Flag, in_files, is_overruled, renamed};
 use crate::commands::train::place_of_run;
 use crate::saved_weights::{EPOCH, FLAGS, run_file};
 
-/// Lists the flags of the run that `--resume` names, except those that the command line overrules. It saves to the
-/// path that it resumes from.
+/// Lists the flags of the run that `--resume` names, except those that the command line overrules. `--save` is the path
+/// that the run was saved to.
 pub(super) fn flags(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
     let run =
         looked.subcommand().and_then(|(name, looked)| Some((root.find_subcommand(name)?, looked)));
@@ -20,7 +20,7 @@ pub(super) fn flags(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
     // A file that cannot be read is reported when the run is loaded.
     let Ok(file) = OpenedFile::open(run_file(path)) else { return Vec::new() };
     let mut told = file.metadata();
-    // Weights alone are refused when they are loaded.
+    // A file of weights without a run is refused when it is loaded.
     if !told.contains_key(EPOCH) {
         return Vec::new();
     }

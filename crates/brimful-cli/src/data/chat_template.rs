@@ -11,7 +11,7 @@ use crate::tokenizer::Tokenizer;
 /// Tokens at the start and the end of a message in ChatML.
 const CHAT_ML: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 
-/// Tokens, each with whether it belongs to an answer.
+/// Tokens, and for each whether it belongs to an answer.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct MarkedTokens {
     pub(super) tokens: Vec<i64>,
@@ -21,7 +21,7 @@ pub(super) struct MarkedTokens {
 /// Text form of a conversation.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ChatTemplate<'a> {
-    /// The template of the model's folder, for all of the text.
+    /// The template of the model's folder, which writes the whole text.
     Own(&'a FolderTemplate),
     /// `<|role|>`, a line break, the content, a line break; after an answer the end-of-text token.
     Plain,

@@ -25,9 +25,9 @@ pub(super) struct Conversations {
     /// End of each conversation in `tokens`.
     ends: NumberWriter,
     longest: i64,
-    /// Number of conversations that are longer, and lose their rest.
+    /// Number of conversations that are truncated to `length`.
     cut: u64,
-    /// Number of conversations without an answer within that length, which have nothing to learn.
+    /// Number of conversations that are left out, because they have no answer within `length`.
     left_out: u64,
 }
 
@@ -96,7 +96,7 @@ struct ConversationRows {
     tokens: NumberFile,
     ends: NumberFile,
     rows: Range<u64>,
-    /// Length of the longest conversation; `length` bounds the tokens read of each.
+    /// Length of the longest conversation in the data, at most `length`.
     longest: i64,
     length: i64,
 }

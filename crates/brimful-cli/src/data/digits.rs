@@ -1,4 +1,4 @@
-//! The UCI handwritten digits, which come with the program; data/README.md has their licence.
+//! UCI handwritten digits, which come with the program; data/README.md has their licence.
 
 use std::io::Read;
 

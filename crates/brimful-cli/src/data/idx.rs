@@ -96,7 +96,7 @@ fn read_idx(path: &Path, dimensions: usize) -> Result<Tensor> {
     })
 }
 
-/// Reads at most what the header announces: a small gzip file can unpack to any length.
+/// Parses an IDX file. Reads no more than the header announces, because a small gzip file can unpack to any length.
 fn parse(file: &mut impl Read, dimensions: usize) -> Result<Tensor> {
     let start = read_up_to(file, 4)?;
     let &[0, 0, kind, count] = &*start else {

@@ -81,7 +81,8 @@ fn first_line(path: &Path) -> std::io::Result<String> {
     }
 }
 
-/// Packs documents in a row, each ended by the tokenizer's end-of-text token. A conversation is a sample of its own.
+/// Loads a file of JSON objects. Documents are packed in a row, each ended by the tokenizer's end-of-text token. Each
+/// conversation is a separate sample.
 pub(super) fn load(
     path: &Path,
     form: JsonForm,
@@ -164,7 +165,7 @@ fn read_array(path: &Path, tokenizer: &Tokenizer, kept: &mut KeptRecords) -> Res
     encode(waiting)
 }
 
-/// Passes on the objects of an array one by one, until one fails.
+/// Visitor that passes on the objects of an array one by one, until one fails.
 struct EachObject<F>(F);
 
 impl<'de, F: FnMut(Object) -> Result<(), ()>> Visitor<'de> for EachObject<F> {
@@ -182,7 +183,7 @@ impl<'de, F: FnMut(Object) -> Result<(), ()>> Visitor<'de> for EachObject<F> {
     }
 }
 
-/// Samples of one kind so far, on the disk.
+/// Samples read so far, on the disk. All are of one kind.
 struct KeptRecords {
     length: i64,
     vocabulary: i64,

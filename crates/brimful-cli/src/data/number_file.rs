@@ -20,7 +20,7 @@ pub(super) struct NumberFile {
 }
 
 impl NumberFile {
-    /// Reads each byte of a file as a number.
+    /// Opens a file in which each byte is a number.
     pub(super) fn of_bytes(file: File) -> Result<Self> {
         let len = file.metadata()?.len();
         Ok(Self { file: Arc::new(file), width: 1, len })

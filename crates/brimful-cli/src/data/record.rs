@@ -113,7 +113,7 @@ impl Record {
         }
     }
 
-    /// Puts the system message in front that some files have beside a conversation.
+    /// Inserts the system message that some files have beside a conversation, and checks the roles.
     fn with_system(self, system: Option<Value>) -> Result<Self> {
         Ok(match (self, system) {
             (Self::Conversation(mut messages), system) => {
@@ -161,7 +161,7 @@ fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
     serde_json::from_value(value).map_err(|error| anyhow!("{WANTED}: {error}"))
 }
 
-/// Returns whether a value says nothing, as in a column that only some rows fill.
+/// Returns whether a value is empty, as in a column that only some rows fill.
 fn is_empty(value: &Value) -> bool {
     match value {
         Value::String(text) => text.is_empty() || text == "[]",
@@ -171,7 +171,7 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Refuses a speaker of another form, whose answers would not be learnt.
+/// Refuses a speaker's name of ShareGPT's form as a role. The answers of that speaker would not be learnt.
 fn check_role(message: &ChatMessage) -> Result<()> {
     let known = SPEAKERS.iter().find(|(speaker, _)| *speaker == message.role);
     match known.filter(|(speaker, role)| speaker != role) {

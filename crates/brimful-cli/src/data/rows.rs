@@ -8,8 +8,8 @@ use tch::{Kind, Tensor};
 
 use crate::setting::typed;
 
-/// Widths of micro-batches are multiples of this, or of the largest smaller number that divides the longest length
-/// allowed.
+/// Step of micro-batch widths. If it does not divide the limit on a sample's length, the next smaller number that does
+/// takes its place.
 const STEP: i64 = 64;
 
 /// Inputs or targets of a mini-batch.

@@ -49,7 +49,7 @@ impl SampleSet {
         matches!(self, Self::Streamed(_))
     }
 
-    /// Returns the unit that their loss is a mean over.
+    /// Returns whether the loss is a mean over samples or over targets.
     pub(crate) fn mean_over(&self) -> MeanOver {
         match self {
             Self::Held(_) => MeanOver::Samples,

@@ -2,7 +2,7 @@
 
 use super::number_stream::{NumberStream, mixed};
 
-/// Rounds after which nothing is left of the original order.
+/// Number of rounds, enough to leave nothing of the original order.
 const ROUNDS: usize = 8;
 /// Smallest number of bits in half a number; fewer would give too few orders.
 const LEAST_HALF: u32 = 4;

@@ -11,8 +11,8 @@ pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Runs the jobs on the calling thread and on helper threads, and returns the results in the jobs' order. A helper
-/// that the system does not start leaves its jobs to the others.
+/// Runs the jobs on the calling thread and on helper threads, and returns the results in the jobs' order. If the system
+/// cannot start a helper, the other threads run its jobs.
 pub(super) fn each<J: Send, R: Send>(
     jobs: Vec<J>,
     threads: usize,

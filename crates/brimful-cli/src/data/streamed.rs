@@ -1,4 +1,4 @@
-//! Samples that a thread of their own loads on demand, ahead of their use.
+//! Samples that a dedicated thread loads on demand, ahead of their use.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -20,7 +20,7 @@ pub(super) trait SampleSource: Debug + Send + 'static {
     /// Returns the number of samples.
     fn len(&self) -> usize;
 
-    /// Returns the unit that their loss is a mean over.
+    /// Returns whether the loss is a mean over samples or over targets.
     fn mean_over(&self) -> MeanOver {
         MeanOver::Samples
     }
@@ -34,11 +34,11 @@ pub(super) trait SampleSource: Debug + Send + 'static {
 pub(crate) struct StreamedSamples {
     pub(super) len: usize,
     pub(super) mean_over: MeanOver,
-    /// Requests sent to the thread whose samples were not taken yet, in order.
+    /// Requests sent to the thread, in order, until their samples are taken.
     asked: VecDeque<SampleRequest>,
     requests: Option<Sender<SampleRequest>>,
     brought: Receiver<Result<Examples>>,
-    /// None once it has been waited for; an error where the system has started none.
+    /// Loader thread: none once it has been joined, an error if it could not be started.
     thread: Option<io::Result<JoinHandle<()>>>,
 }
 

@@ -9,11 +9,11 @@ use anyhow::{Context, Result};
 use crate::claimed_place::claim;
 use crate::progress;
 
-/// A file that ends with a whole piece.
+/// An append-only file that always ends with a whole piece.
 #[derive(Debug)]
 pub(super) struct AppendedFile {
     path: PathBuf,
-    /// None after a failed write.
+    /// Open file; none after a failed write.
     file: Option<File>,
     /// Bytes of the whole pieces.
     length: u64,

@@ -10,7 +10,7 @@ use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures, tensorboard};
 use crate::exit::ensure_use;
 
-/// The folder's only file. TensorBoard recognises the name, and a resumed run finds it again.
+/// Name of the folder's only file. TensorBoard recognises it, and a resumed run finds it again.
 const FILE: &str = "events.out.tfevents.brimful";
 /// Tag of a test's loss.
 const TEST_LOSS: &str = "test/loss";
@@ -29,8 +29,8 @@ pub(crate) struct EventLog {
 }
 
 impl EventLog {
-    /// Opens a new file in this folder, which is created if missing; or the file of the run that resumes after step
-    /// `resumed`, without later events.
+    /// Opens a new file in this folder, which is created if missing. If a run resumes after step `resumed`, opens its
+    /// file and drops later events.
     pub(crate) fn open(folder: &Path, resumed: Option<usize>) -> Result<Self> {
         let made = fs::create_dir_all(folder);
         made.with_context(|| format!("cannot make the folder {}", folder.display()))?;

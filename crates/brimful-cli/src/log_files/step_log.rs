@@ -9,8 +9,8 @@ use super::appended_file::AppendedFile;
 use super::{StepFigures, TestFigures};
 use crate::exit::ensure_use;
 
-/// Columns of the table. A test has a line of its own, since its step's is written earlier; the step's columns are
-/// then empty.
+/// Columns of the table. A test has its own line, because the line of its step is written earlier. The step's columns
+/// are empty in it.
 const HEADER: &str = "step,epoch,loss,learning_rate,samples_per_s,peak_bytes,micro_batch_size,\
                       retries,test_loss,test_accuracy\n";
 /// Empty columns between a test's epoch and its loss.
@@ -25,7 +25,7 @@ pub(crate) struct StepLog {
 }
 
 impl StepLog {
-    /// Opens a new table, or that of the run that resumes after step `resumed`, without later lines.
+    /// Opens a new table. If a run resumes after step `resumed`, opens its table and drops later lines.
     pub(crate) fn open(path: &Path, resumed: Option<usize>) -> Result<Self> {
         let Some(last) = resumed else { return Self::new(AppendedFile::empty(path)?) };
         let (mut file, bytes) = AppendedFile::existing(path)?;

@@ -1,9 +1,9 @@
-//! TensorBoard's file format: records with checksums, each an `Event` as a protocol buffer. Only what scalars need is
-//! written.
+//! TensorBoard's file format: records with checksums, each an `Event` as a protocol buffer. Only the fields that
+//! scalars need are written.
 
 /// Version string in the first event of every file.
 const FILE_VERSION: &str = "brain.Event:2";
-/// A record is its length in 8 bytes, the length's checksum in 4, its data, and the data's checksum.
+/// Bytes before a record's data: its length in 8 bytes, and the length's checksum in 4. The data's checksum follows it.
 const HEAD_BYTES: usize = 12;
 const CHECKSUM_BYTES: usize = 4;
 

@@ -71,7 +71,7 @@ impl LossModel {
         }
     }
 
-    /// Returns the same loss by way of all logits, as a tensor for autograd.
+    /// Returns the mean loss, computed from all logits at once, as a tensor for autograd.
     pub fn plain_loss(&self, x: &Tensor, y: &Tensor) -> Tensor {
         let outputs = match self {
             Self::Whole(model) => model.forward_t(x, true),
@@ -94,7 +94,7 @@ impl LossModel {
     }
 }
 
-/// Returns the mean loss of the tokens that count, and which are right, computing some of the logits at a time.
+/// Returns the mean loss of the tokens that count, and which predictions are right. Computes the logits in chunks.
 fn judge_tokens(hidden: &Tensor, head: &Model, classes: i64, y: &Tensor) -> (Loss, Tensor) {
     let rows = (LOGITS_AT_ONCE / classes).max(1);
     let parts = hidden.flatten(0, -2).split(rows, 0);

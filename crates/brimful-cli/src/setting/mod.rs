@@ -1,4 +1,4 @@
-//! Settings that several commands share (model, data, dtype), and what follows from them.
+//! Settings that several commands share, such as model and dtype, with the functions that apply them.
 
 mod evaluation_place;
 mod loss_model;
@@ -87,7 +87,7 @@ pub(crate) enum MeanOver {
     Targets,
 }
 
-/// Returns the loss of logits, with what it is a mean over.
+/// Returns the mean loss of logits, over samples or over targets.
 pub(crate) fn mean_loss(logits: &Tensor, targets: &Tensor, over: MeanOver) -> Loss {
     let mean = loss(logits, targets);
     match over {

@@ -45,7 +45,7 @@ impl FromStr for ModelSource {
 }
 
 impl ModelSource {
-    /// Warns of a name that a published model has too, which this does not load.
+    /// Returns a notice if a published model has the same name, because its weights are not loaded.
     pub(crate) fn notice(&self) -> Option<String> {
         let Self::Named(name) = self else { return None };
         let published =

@@ -142,7 +142,7 @@ pub fn threads(text: &str) -> Result<usize, String> {
     }
 }
 
-/// Parses a time, a factor or an error, which is not negative.
+/// Parses a number of at least 0, such as a time, a factor or an error.
 pub fn not_negative(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
     number.ok_or_else(|| "give a number from 0 on".into())

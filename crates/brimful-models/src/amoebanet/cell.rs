@@ -1,7 +1,7 @@
 //! The two cells of AmoebaNet-D, and their forward.
 //!
 //! A cell makes five sums, each of two operations on earlier states, and concatenates some states at the end.
-//! State 0 is the output of the cell before, state 1 that of the one before it.
+//! State 0 is the output of the previous cell, state 1 the output of the cell before that one.
 //!
 //! ```text
 //! normal                                          reduction: half the size, twice the filters
@@ -94,7 +94,7 @@ impl CellInputs {
         Self { current, previous: self.current, is_halved: recipe.stride == 2, filters }
     }
 
-    /// Returns the convolution for the last cell's output.
+    /// Returns the convolution for the previous cell's output.
     pub(super) fn entering(self, filters: i64) -> ConvShape {
         ConvShape::square(self.current, filters, 1, 1)
     }
@@ -142,7 +142,7 @@ impl AmoebaCell {
         }
     }
 
-    /// Takes the outputs of the two cells before, the last one first; returns its own output and the last one's.
+    /// Takes the outputs of the two previous cells, the nearer one first. Returns its own output, and the nearer one's.
     pub(super) fn forward(&self, x: &[Tensor], train: bool) -> Vec<Tensor> {
         let (current, previous) = (&x[0], x.get(1).unwrap_or(&x[0]));
         let entered = self.current.forward(&current.relu(), train);

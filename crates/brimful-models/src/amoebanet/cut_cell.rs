@@ -1,7 +1,7 @@
-//! A cell as a list of layers that can be cut before each of its exact BatchNorms. Its variables have the names of
-//! the whole cell's.
+//! A cell as a list of layers that can be cut before each of its exact BatchNorms. Its variables have the same names
+//! as in a whole cell.
 //!
-//! The tensor being worked on flows first, then the output of the cell before, then the states so far.
+//! The tensor being worked on flows first, then the output of the previous cell, then the states so far.
 
 use brimful::Layers;
 use brimful::nn::BatchNormPolicy;
@@ -13,8 +13,8 @@ use super::operation::{AdapterShape, OperationKind, aside};
 use crate::conv::ConvShape;
 use crate::norm::batch_norm2d;
 
-/// Makes a cell that takes the outputs of the two cells before, the last one first, and returns its own and the last
-/// one's.
+/// Makes a cell that takes the outputs of the two previous cells, the nearer one first. The cell returns its own
+/// output, and the nearer one's.
 pub(super) fn cut_cell(entry: CellInputs, recipe: &'static Recipe) -> Layers {
     let filters = entry.filters(recipe);
     let layers = Layers::new().add_many("enter", |_| {
@@ -64,8 +64,8 @@ fn cut_norm(layers: Layers, name: String, channels: i64, relu: bool) -> Layers {
     })
 }
 
-/// Adds the adapter. It takes state 0, the output from two cells before and the last cell's output; it returns the
-/// last cell's output, then states 0 and 1.
+/// Adds the adapter. It takes state 0, the output from two cells before and the previous cell's output; it returns the
+/// previous cell's output, then states 0 and 1.
 fn cut_adapter(layers: Layers, shape: AdapterShape) -> Layers {
     let rectified = !matches!(shape, AdapterShape::Same);
     let layers = layers.add_many("previous.taken", move |_| {
@@ -97,7 +97,7 @@ fn cut_adapter(layers: Layers, shape: AdapterShape) -> Layers {
     layers.add_many("previous.kept", move |_| kept)
 }
 
-/// Adds an operation on a state; `before` results flow ahead of the last cell's output and the states.
+/// Adds an operation on a state; `before` results flow ahead of the previous cell's output and the states.
 fn cut_operation(
     layers: Layers,
     name: &str,

@@ -159,7 +159,7 @@ pub(super) enum Adapter {
     Halve { even: nn::Conv2D, odd: nn::Conv2D, norm: BatchNorm },
 }
 
-/// Shifts the image by one row and one column, dropped at the front and filled with zeros at the back.
+/// Shifts the image by one row and one column: drops the first ones, and appends zeros at the end.
 pub(super) fn aside(x: &Tensor) -> Tensor {
     x.constant_pad_nd([-1, 1, -1, 1])
 }

@@ -145,7 +145,7 @@ impl Pretrained {
     }
 }
 
-/// Refuses a folder for [`Pretrained::save_adapter`] that holds something else.
+/// Refuses a folder for [`Pretrained::save_adapter`] that holds other files.
 ///
 /// # Errors
 /// Fails with the name of a file that would be lost.

@@ -15,7 +15,7 @@ const LARGEST_RANK: i64 = 1 << 20;
 const USUAL: i64 = 8;
 /// PEFT's name for all projections.
 const ALL: &str = "all-linear";
-/// Initialisations that leave the model's weights as they are; others take a part out of them.
+/// Initialisations that leave the model's weights as they are; others subtract a part of them.
 const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 /// Remedy for an adapter that is refused.
 const MERGE: &str =
@@ -30,7 +30,7 @@ pub(super) fn lora_of(fields: &Fields<'_>, config: &Config) -> Result<Lora, Pret
     let ranks = Patterns::of(fields, "rank_pattern")?;
     let alphas = Patterns::of(fields, "alpha_pattern")?;
     let stabilized = fields.flag_or("use_rslora", false)?;
-    // The scale is then alpha / √rank, which a larger alpha expresses.
+    // With rsLoRA the scale is alpha / √rank instead of alpha / rank, which a larger alpha expresses.
     let scaled =
         |alpha: f64, rank: i64| if stabilized { alpha * (rank as f64).sqrt() } else { alpha };
     let mut overrides = Vec::new();
@@ -83,7 +83,8 @@ fn check_method(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     check_beginning(fields)
 }
 
-/// Refuses adapters initialized with a part of the model's weights: its weights then differ from the folder's.
+/// Refuses adapters that were initialised with a part of the model's weights: the adapter's model then differs from
+/// the folder's.
 fn check_beginning(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     let field = "init_lora_weights";
     match fields.value(field) {
@@ -141,7 +142,7 @@ struct Wanted<'a> {
     targets: Names<'a>,
     excluded: Names<'a>,
     layers: Vec<i64>,
-    /// Patterns of names up to a layer's number, which is the last group.
+    /// Patterns of names up to a layer's number, which is the last capture group.
     before_number: Vec<Regex>,
 }
 
@@ -247,7 +248,7 @@ fn regex(fields: &Fields<'_>, field: &str, pattern: &str) -> Result<Regex, Pretr
     })
 }
 
-/// Numbers by regular expressions for the ends of names.
+/// Numbers of layers, each with a regular expression for the end of a layer's name.
 struct Patterns<'a> {
     fields: &'a Fields<'a>,
     field: &'static str,
@@ -268,8 +269,8 @@ impl<'a> Patterns<'a> {
         Ok(Self { fields, field, list })
     }
 
-    /// Returns the value for a name, if there is one. Refuses several: PEFT takes the first in the file, but the
-    /// order of a file is not kept here.
+    /// Returns the value for a name, if there is one. Refuses different values for one name: PEFT takes the first in
+    /// the file, but the order of a file is not kept here.
     fn value_of(&self, name: &str) -> Result<Option<&'a Value>, PretrainedError> {
         let mut found = None;
         for (pattern, value) in &self.list {

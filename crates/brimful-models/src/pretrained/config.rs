@@ -29,7 +29,7 @@ pub enum Config {
 }
 
 impl Config {
-    /// Reads a config.json. Which table applies to its fields depends on the model's type.
+    /// Reads a config.json. The model's type decides which table applies to its fields.
     pub(super) fn of(fields: Fields<'_>) -> Result<Self, PretrainedError> {
         let found = fields.held_to(keys::LLAMA_CONFIG).text("model_type")?;
         let table = match found {
@@ -111,7 +111,7 @@ impl Config {
         names.iter().map(|name| (*name).to_owned()).collect()
     }
 
-    /// Refuses settings that matter only for a training from scratch, and are not supported.
+    /// Refuses unsupported settings that matter only for a training from scratch.
     pub(super) fn check_beginning(&self, fields: &Fields<'_>) -> Result<(), PretrainedError> {
         let Self::Gpt2(_) = self else { return Ok(()) };
         let field = "initializer_range";
@@ -161,8 +161,7 @@ impl Config {
         }
     }
 
-    /// Returns suffixes of tensors that older files have besides the weights and that are not trained: masks and
-    /// angles.
+    /// Returns the suffixes of tensors in older files that are no weights: masks and angles.
     pub(super) fn passed_over(&self) -> &'static [&'static str] {
         match self {
             Self::Gpt2(_) => &[".attn.bias", ".attn.masked_bias"],

@@ -34,7 +34,7 @@ impl<'a> Fields<'a> {
         self.path.display().to_string()
     }
 
-    /// Refuses keys that are not in the table and not switched off.
+    /// Refuses keys that are neither in the table nor switched off.
     pub(super) fn check_known(&self) -> Result<(), PretrainedError> {
         let is_known = |key: &str| keys::treatment(self.table, key).is_some();
         match self.map.iter().find(|(key, value)| !is_known(key) && !is_off(value)) {

@@ -16,8 +16,8 @@
 //! ```
 //!
 //! Supported are `gpt2`, `llama`, `mistral` and `qwen2`. Weights are memory-mapped, and copied one by one into the
-//! variables that own them, on any device and in any dtype: the whole model is never on a device that does not hold
-//! it, nor twice in the host's memory.
+//! variables that own them, on any device and in any dtype. So a device never holds more than its own variables, and
+//! the host's memory never holds the model twice.
 
 mod adapter;
 mod adapter_targets;
@@ -67,7 +67,7 @@ const TOKENIZER_FILES: [&str; 9] = [
 pub enum SavedPart<'a> {
     /// The model.
     Model,
-    /// The model, with what LoRA adds merged into the weights.
+    /// The model, with the LoRA weights merged into its own.
     Merged(&'a Lora),
     /// The LoRA weights alone.
     Adapter(&'a Lora),
@@ -135,8 +135,8 @@ impl Pretrained {
         &self.config
     }
 
-    /// Returns the dtype of the weights in the folder's files, taken from the first by name; none without weights, as
-    /// for [`Pretrained::without_weights`].
+    /// Returns the dtype of the first weight by name in the folder's files; `None` without weights, as after
+    /// [`Pretrained::without_weights`].
     pub fn stored_kind(&self) -> Option<Kind> {
         self.weights.as_ref().and_then(Weights::kind)
     }
@@ -173,8 +173,8 @@ impl Pretrained {
         self.save_with(folder, SavedPart::Model, variables, |_| Ok(()))
     }
 
-    /// As [`Pretrained::save`], for variables with LoRA: what it adds is merged into the weights, one after the other as
-    /// they are written.
+    /// Writes variables with LoRA as [`Pretrained::save`] does. Merges the LoRA weights into each weight when that is
+    /// written.
     ///
     /// # Errors
     /// As [`Pretrained::save`], and when memory runs out.
@@ -187,7 +187,7 @@ impl Pretrained {
         self.save_with(folder, SavedPart::Merged(lora), variables, |_| Ok(()))
     }
 
-    /// As [`Pretrained::save`], for the LoRA weights alone, in a folder that PEFT loads with this model.
+    /// Writes the LoRA weights alone, as [`Pretrained::save`] does, to a folder that PEFT loads with this model.
     ///
     /// # Errors
     /// As [`Pretrained::save`].
@@ -277,7 +277,7 @@ impl Pretrained {
     }
 }
 
-/// Refuses a folder for [`Pretrained::save`] that holds something else.
+/// Refuses a folder for [`Pretrained::save`] that holds other files.
 ///
 /// # Errors
 /// Fails with the name of a file that would be lost.

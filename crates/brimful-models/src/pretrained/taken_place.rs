@@ -1,6 +1,7 @@
 //! Check that saving to a folder would not lose other files.
 
-use std::fs;
+use std::fs::{self, DirEntry};
+use std::io;
 use std::path::Path;
 
 use super::json::unreadable;
@@ -10,7 +11,7 @@ use super::{PretrainedError, TOKENIZER_FILES};
 /// the folder is rewritten.
 pub const RUN_FILE: &str = "brimful_run.safetensors";
 
-/// Refuses a folder with other files than these and a tokenizer's: they would be lost.
+/// Refuses a folder with files other than `own` and a tokenizer's, because they would be lost.
 ///
 /// # Errors
 /// Fails with the first unknown name in the folder.
@@ -24,8 +25,9 @@ pub(super) fn check_place(folder: &Path, own: &[&str]) -> Result<(), PretrainedE
         return Ok(());
     }
     let entries = fs::read_dir(folder).map_err(|reason| unreadable(folder, reason))?;
-    let mut names: Vec<String> =
-        entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let name = |entry: io::Result<DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+    let names = entries.map(name).collect::<io::Result<Vec<String>>>();
+    let mut names = names.map_err(|reason| unreadable(folder, reason))?;
     names.sort();
     let is_own =
         |name: &str| own.contains(&name) || TOKENIZER_FILES.contains(&name) || name == RUN_FILE;

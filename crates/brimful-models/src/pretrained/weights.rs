@@ -37,8 +37,8 @@ struct WeightPlace {
 }
 
 impl Weights {
-    /// Opens the files of a folder: a single file takes precedence over shards, as in transformers. Some files leave
-    /// out the prefix of names.
+    /// Opens the files of a folder: a single file takes precedence over shards, as in transformers. Adds the prefix to
+    /// names that lack it, because some files leave it out.
     pub(super) fn open(folder: &Path, prefix: &str) -> Result<Self, PretrainedError> {
         let index = folder.join(INDEX);
         let is_one = folder.join(WEIGHTS).is_file() || !index.is_file();
@@ -94,8 +94,8 @@ impl Weights {
         Ok(is_one)
     }
 
-    /// Checks that the weights are exactly these, in their shapes and of floats; names with the suffixes `passed_over`
-    /// are ignored.
+    /// Checks that the files have exactly the wanted weights, in their shapes and as floats. Ignores names with the
+    /// suffixes `passed_over`.
     pub(super) fn check(
         &self,
         wanted: &BTreeMap<String, Vec<i64>>,
@@ -139,8 +139,8 @@ impl Weights {
     }
 }
 
-/// Says why a tensor of this dtype is no weight: integers and f8 are of a quantized model, and mean nothing without its
-/// scales.
+/// Returns the reason why a tensor of this dtype cannot be a weight, if there is one. Integers and f8 belong to
+/// quantized models, and mean nothing without their scales.
 pub(super) fn mistyped(name: &str, kind: Option<Kind>) -> Option<String> {
     let found = match kind {
         Some(Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16) => return None,
@@ -161,13 +161,14 @@ pub(super) fn check_not_of_python(
         false => Err(json::unreadable(
             &folder.join(wanted),
             format!(
-                "there is {other} alone, which runs code when it is read: load it in Python where you trust it, and                  save it there with save_pretrained"
+                "there is {other} alone, which runs code when it is read: if you trust it, load it in Python and \
+                 save it with save_pretrained"
             ),
         )),
     }
 }
 
-/// Returns the files that an index names, all of which exist.
+/// Returns the files that an index names, and checks that they exist.
 fn shards(folder: &Path, index: &Path) -> Result<Vec<String>, PretrainedError> {
     let read = json::read(index)?;
     let fields = Fields::new(index, &read, keys::INDEX);

@@ -2,10 +2,10 @@
 
 use super::{Balance, BalanceError};
 
-/// Returns a balance with a stage for each layer that has parameters, as offloaded stages are cut: a device
-/// buffer is as large as the largest of them. Layers without parameters join the previous layer, and the
-/// very first ones the first that has some. While there are more than `most` stages, the neighbours with
-/// the fewest parameters in total are joined.
+/// Returns a balance with a stage for each layer that has parameters. Offloaded stages are cut this way,
+/// because a device buffer is as large as the largest stage. A layer without parameters joins the layer
+/// before it, or the first layer that has parameters if none comes before. While there are more than `most`
+/// stages, the neighbours with the fewest parameters in total are joined.
 ///
 /// `parameters` has a number for each layer, in bytes or any proportional unit.
 ///

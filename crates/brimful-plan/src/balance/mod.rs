@@ -1,6 +1,6 @@
 //! Balances layers over stages: the exact min-max partition.
 //!
-//! `brimful_plan::balance::measure`, which needs libtorch, measures the costs of layers; they can also be given
+//! `brimful::balance::measure`, which needs libtorch, measures the costs of layers. They can also be given
 //! as plain numbers:
 //!
 //! ```
@@ -13,8 +13,8 @@
 //! # Ok::<(), brimful_plan::balance::BalanceError>(())
 //! ```
 //!
-//! Among all balances with the smallest possible maximum, it chooses the one with the fewest bytes over the
-//! boundaries, and among those the one that spreads the layers most evenly.
+//! Among all balances with the smallest possible maximum, the solver chooses the one that sends the fewest
+//! bytes over the boundaries. Among several such balances it chooses an even one.
 
 mod bands;
 mod error;

@@ -3,9 +3,9 @@
 //! 1. Bisect the bound: it is feasible if some cut keeps every stage at it or below.
 //! 2. At the smallest bound, find the feasible cut that sends the fewest bytes (`transfer`).
 //!
-//! A greedy cut decides feasibility in most cases: every stage takes as many layers as allowed, and either
-//! all layers are used up or not. Only if a layer fits some stages and not others can the greedy cut fail
-//! though a cut exists; then the search of step 2 decides.
+//! A greedy cut decides feasibility in most cases: every stage takes as many layers as allowed, and the
+//! bound is feasible if all layers are used up. The greedy cut misses a feasible cut only if a layer fits
+//! some stages and not others. So when it fails, the search of step 2 decides.
 
 use super::bands::latest_ends;
 use super::problem::PartitionProblem;
@@ -17,7 +17,7 @@ const EQUAL: f64 = 1e-9;
 
 pub(super) fn solve(problem: &PartitionProblem<'_>) -> Result<Balance, BalanceError> {
     let bound = smallest_bound(problem).ok_or_else(|| problem.does_not_fit())?;
-    // A cut whose worst stage is worse by rounding alone may send fewer bytes: let it in.
+    // Admit cuts whose worst stage is worse by rounding alone: one of them may send fewer bytes.
     let bound = bound * (1.0 + EQUAL);
     let ends = transfer::least(problem, bound).ok_or_else(|| problem.does_not_fit())?;
     Ok(Balance::from_ends(&ends))

@@ -102,7 +102,7 @@ impl<'a> PartitionProblem<'a> {
         }
     }
 
-    /// Whether stage `j` may have the layers, at a cost of no more than `most`.
+    /// Returns whether stage `j` may have the layers, at a cost of no more than `most`.
     pub(super) fn allows(&self, j: usize, start: usize, end: usize, most: f64) -> bool {
         let limit = self.stages[j].memory.filter(|_| self.goal == BalanceGoal::TimeWithin);
         self.cost(j, start, end) <= most

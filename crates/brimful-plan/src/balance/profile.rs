@@ -29,7 +29,7 @@ pub struct Profile {
     pub layers: Vec<LayerCost>,
 }
 
-/// Costs of one layer. Times are in seconds a sample, bytes for one sample where it says so.
+/// Costs of one layer. Times are in seconds per sample; bytes are per sample where the field says so.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LayerCost {
@@ -45,8 +45,8 @@ pub struct LayerCost {
     /// Time of the weight gradient of one sample; if not known, the rest of the backward.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_gradient: Option<f64>,
-    /// Time of each call, however few samples it has, which makes small micro-batches slow. A split
-    /// backward divides it as it divides the time of a sample.
+    /// Time of each call that does not depend on the number of samples; it makes small micro-batches slow.
+    /// A split backward divides it in the same ratio as the time of a sample.
     #[serde(default)]
     pub overhead: f64,
     /// Bytes of the parameters.
@@ -89,8 +89,8 @@ fn is_zero(bytes: &u64) -> bool {
     *bytes == 0
 }
 
-/// Returns the peak bytes of two consecutive runs of layers from the peaks of each: while the second
-/// computes, the first one's `kept` bytes are in use.
+/// Returns the peak bytes of two consecutive runs of layers from the peaks of each. While the second run
+/// computes, the `kept` bytes of the first run are in use.
 pub(crate) fn peak_of_both(first: u64, kept: u64, second: u64) -> u64 {
     first.max(kept.saturating_add(second))
 }
@@ -114,7 +114,7 @@ impl LayerCost {
         }
     }
 
-    /// Returns the times of the input gradient and the weight gradient of so many samples, with their
+    /// Returns the times of the input gradient and the weight gradient of `samples` samples, with their
     /// shares of the overhead.
     pub(crate) fn split_backward_of(&self, samples: f64) -> (f64, f64) {
         let (input, weight) = self.split_backward();
@@ -146,8 +146,8 @@ impl LayerCost {
         }
     }
 
-    /// Whether input gradient and weight gradient take at least as long as the whole backward, up to
-    /// rounding.
+    /// Returns whether input gradient and weight gradient together take at least as long as the whole
+    /// backward, up to rounding.
     #[must_use]
     pub fn split_adds_up(&self) -> bool {
         /// One part in a million: the rounding error of a time written with seven digits.
@@ -173,8 +173,8 @@ impl Profile {
     /// together.
     ///
     /// # Errors
-    /// With the first layer with a negative or non-finite time, or with a split backward that is shorter
-    /// than the whole.
+    /// If a layer has a negative or non-finite time, or a split backward that is shorter than the whole
+    /// one. The error names the first such layer.
     pub fn check(&self) -> Result<(), BalanceError> {
         for (layer, costs) in self.layers.iter().enumerate() {
             for (what, value) in costs.times() {

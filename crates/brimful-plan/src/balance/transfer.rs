@@ -1,8 +1,8 @@
 //! Finds the cut under a bound that sends the fewest bytes over its boundaries; among equals, an even one.
 //!
-//! Dynamic programming, stage by stage: for each layer at which the stage can end, the cheapest way to get
-//! there. A later end only excludes starts on the left ([Note: monotone]), so the possible starts are a
-//! window that slides to the right, and a queue keeps its cheapest in front.
+//! Dynamic programming, stage by stage: for each layer at which the stage can end, it finds the cheapest way
+//! to get there. A later end only excludes starts on the left ([Note: monotone]), so the possible starts are
+//! a window that slides to the right. A queue keeps the cheapest start of the window in front.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -49,7 +49,7 @@ impl Way {
     /// Way before the first stage: layer 0, nothing sent.
     const ENTRANCE: Self = Self { start: 0, sent: 0, unevenness: 0.0 };
 
-    /// Whether it is more even, by more than rounding.
+    /// Returns whether it is more even than `other`, by more than rounding.
     fn is_more_even(&self, other: &Self) -> bool {
         self.unevenness < other.unevenness * (1.0 - 1e-9)
     }
@@ -82,7 +82,7 @@ impl CutSearch<'_> {
             let unevenness = way.unevenness + self.problem.cost(j, start, end).powi(2);
             Some(Way { start, sent: least, unevenness })
         };
-        // The last end's best start may have left the window, or its bytes may no longer be least.
+        // The previous end's best start may have left the window, or may no longer send least.
         let mut at = if candidate(window.best).is_some() { window.best } else { 0 };
         let mut best = candidate(at)?;
         while let Some(next) = candidate(at + 1).filter(|next| next.is_more_even(&best)) {
@@ -101,7 +101,7 @@ struct StartWindow {
     queue: VecDeque<(usize, Way)>,
     /// First start that is not in the window yet.
     next: usize,
-    /// Index in the queue of the last end's best start.
+    /// Index in the queue of the previous end's best start.
     best: usize,
 }
 
@@ -111,7 +111,7 @@ impl StartWindow {
         for start in self.next..end.min(before.end()) {
             self.next = start + 1;
             let Some(way) = before.ways[start - before.first] else { continue };
-            // Later starts stay possible for longer, so those before it that send more can be dropped.
+            // Later starts stay possible for longer, so earlier starts that send more can be dropped.
             while self.queue.back().is_some_and(|(_, last)| last.sent > way.sent) {
                 self.queue.pop_back();
             }

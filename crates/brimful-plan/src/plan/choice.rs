@@ -13,12 +13,13 @@ pub struct PlanChoice {
     pub schedule: Schedule,
     /// Number of micro-batches.
     pub micro_batches: usize,
-    /// Upper bound on the recomputation: a [row](super::PlanRow::stages) has it for each stage.
+    /// Upper bound on the recomputation; a [row](super::PlanRow::stages) has the recomputation of each stage.
     pub recompute: Recompute,
 }
 
 impl PlanChoice {
-    /// Returns stages on each device, then micro-batches: among equal steps the smaller is simpler.
+    /// Returns a key for sorting: stages per device, then micro-batches. Among equally long steps, the one
+    /// with the smaller key is simpler.
     pub(super) fn complexity(&self) -> (usize, usize) {
         (self.schedule.stages_per_device(), self.micro_batches)
     }

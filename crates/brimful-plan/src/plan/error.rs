@@ -1,4 +1,4 @@
-//! Errors of planning, and reasons for what a plan leaves out.
+//! Errors of planning, and reasons why a plan leaves out a combination.
 
 use serde::Serialize;
 use thiserror::Error;
@@ -59,7 +59,7 @@ pub struct Misfit {
 }
 
 impl Misfit {
-    /// Returns the bytes that it lacks.
+    /// Returns the bytes that the device lacks.
     #[must_use]
     pub fn excess(&self) -> u64 {
         self.needed - self.memory

@@ -1,10 +1,10 @@
 //! Chooses for each stage whether it keeps or recomputes its activations, for the shortest step within the
 //! devices' memory.
 //!
-//! For each device, a knapsack picks the stages that save most time in the memory left over when no stage
-//! keeps its activations. The bytes that they take depend on the time at which others hold theirs, which
-//! the simulation shows: the capacity is corrected by the excess or the rest. In the end stages are tried
-//! one by one.
+//! For each device, a knapsack picks the stages that save most time by keeping their activations. Its
+//! capacity is the memory that is free when no stage keeps them. The peak also depends on when each stage
+//! holds its activations, which only the simulation shows. So each simulated step corrects the capacity, by
+//! the excess or by the free bytes. In the end, the other stages are tried one by one.
 
 use crate::balance::Balance;
 use crate::schedule::{Action, ActionKind, Actions, Recompute, StageId};
@@ -13,7 +13,8 @@ use super::knapsack::{self, Offer};
 use super::search::BalanceTrial;
 use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
 
-/// Number of corrections of the knapsack's capacity, each by the whole excess or rest: a few are enough.
+/// Number of corrections of the knapsack's capacity; a few are enough, because each corrects the whole
+/// difference.
 const TRIES: usize = 4;
 
 /// Mode of a stage that keeps nothing: as lean as always recomputing, and faster.
@@ -79,7 +80,7 @@ impl<'a> KeptStages<'a> {
         Self { trial, balance, offers: offers.collect() }
     }
 
-    /// Returns the shortest step that fits; `None` if not even the leanest does.
+    /// Returns the shortest step that fits; `None` if not even the step that keeps nothing fits.
     fn best(&self) -> Result<Option<PlanRow>, PlanError> {
         let mut best = self.row(&vec![false; self.offers.len()])?;
         if !best.fits {
@@ -131,7 +132,7 @@ impl<'a> KeptStages<'a> {
         Ok(PlanRow { stages: modes.into_iter().map(PlannedStage::resident).collect(), ..row })
     }
 
-    /// Returns which stages keep their activations by the knapsack, device by device.
+    /// Picks the stages that keep their activations, by a knapsack for each device.
     fn picked(&self, free: &[i128]) -> Vec<bool> {
         let capacities = free.iter().map(|free| u64::try_from((*free).max(0)).unwrap_or(u64::MAX));
         let offers = |j: usize| self.offers[j].to_vec();
@@ -140,8 +141,8 @@ impl<'a> KeptStages<'a> {
         ways.into_iter().map(|way| way == KEEPS).collect()
     }
 
-    /// Returns the bytes that each device has left, negative if it exceeds its memory. Without a limit,
-    /// returns the bytes of all that can be kept.
+    /// Returns the free bytes of each device, negative if the step exceeds its memory. For a device without
+    /// a limit, returns the bytes of all activations that can be kept.
     fn left(&self, row: &PlanRow) -> Vec<i128> {
         let all = self.offers.iter().map(|[keeps, _]| i128::from(keeps.bytes)).sum::<i128>();
         let left = |(device, peak): (&super::PlanDevice, &u64)| {

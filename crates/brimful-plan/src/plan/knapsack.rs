@@ -1,5 +1,5 @@
-//! Picks one way for each stage of a device: the least time within the capacity, exactly, in units of
-//! bytes.
+//! Picks one way to run each stage of a device, for the least total time within the capacity: an exact
+//! knapsack over units of bytes.
 
 use crate::schedule::DeviceId;
 
@@ -7,14 +7,14 @@ use crate::schedule::DeviceId;
 /// bytes; at most one unit a stage is lost.
 const UNITS: usize = 4096;
 
-/// One way of a stage.
+/// One way to run a stage, and its cost.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Offer {
     /// Index among all ways.
     pub(super) way: usize,
     /// Bytes on the device.
     pub(super) bytes: u64,
-    /// Seconds of the step.
+    /// Seconds that it adds to the step.
     pub(super) seconds: f64,
 }
 
@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn the_least_time_within_the_capacity() {
         let stage = |bytes, saved| vec![offer(0, bytes, 10.0 - saved), offer(1, 0, 10.0)];
-        // By seconds a byte the first would be taken, and leave too little for the other two.
+        // A choice by seconds per byte would take the first, which leaves too little for the other two.
         let stages = [stage(60, 6.5), stage(50, 5.0), stage(50, 5.0)];
         assert_eq!(pick(&stages, 100), Some(vec![1, 0, 0]));
         assert_eq!(pick(&stages, 99), Some(vec![0, 1, 1]));

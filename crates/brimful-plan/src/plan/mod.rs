@@ -82,7 +82,7 @@ pub fn plan_watched(
         }
         watch(choice);
     }
-    // Only then: choosing what to offload needs many simulations, and a model that fits needs none.
+    // Only if nothing fits, because choosing the stages to offload needs many simulations.
     if let Some(memory) = request.host_memory.filter(|_| !plan.rows.iter().any(|row| row.fits)) {
         plan.rows.extend(with_offload::rows(request, memory)?);
     }

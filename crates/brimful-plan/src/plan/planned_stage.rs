@@ -22,7 +22,7 @@ impl PlannedStage {
         Self { weights: Location::Device, boundaries: Location::Device, recompute }
     }
 
-    /// Returns the places of the stage's data, as of a trained stage.
+    /// Returns the places of the stage's data; the stage is trained.
     #[must_use]
     pub const fn location(self) -> StageLocation {
         StageLocation { weights: self.weights, boundaries: self.boundaries, trained: true }

@@ -39,12 +39,12 @@ pub struct Request<'a> {
     /// Bytes of summed gradients for each byte of trained parameters: 1, or 2 if sums of half-precision
     /// gradients are in f32.
     pub gradient_bytes: f64,
-    /// Bytes of a stage's gradients on the host for each byte of trained parameters; `None` if they are those of
+    /// Bytes of a stage's gradients on the host for each byte of trained parameters; `None` stands for
     /// `gradient_bytes`.
     pub sent_gradient_bytes: Option<f64>,
-    /// Whether a micro-batch's gradients are added to the sums after a stage's backward, as on an
-    /// accelerator and in half precision; otherwise after each layer. Offloaded stages always do the
-    /// former.
+    /// Whether a micro-batch's gradients are added to the sums after the backward of the whole stage, as on
+    /// an accelerator and in half precision. Otherwise they are added after each layer. Offloaded stages
+    /// always add them after the whole stage.
     pub sums_apart: bool,
     /// Bytes of optimizer state for each byte of trained parameters: 0 for plain SGD, 1 with momentum, 2 for
     /// Adam.

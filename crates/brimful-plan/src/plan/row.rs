@@ -41,7 +41,8 @@ pub struct PlanRow {
 }
 
 impl PlanRow {
-    /// Compares a simulated step, whose stages all stay on their devices, with the memory of the devices.
+    /// Creates the row of a simulated step without offloaded stages, and compares its peaks with the memory
+    /// of the devices.
     #[must_use]
     pub fn new(
         choice: PlanChoice,

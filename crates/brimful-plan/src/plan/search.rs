@@ -110,13 +110,12 @@ impl<'a> BalanceTrial<'a> {
         Ok(PlanRow { recipe, ..PlanRow::new(self.choice, balance, &step, devices) })
     }
 
-    /// Returns rows for balances within the memory. The balancer counts layers, the simulation also
-    /// boundaries: if those are too much, the limits are lowered by the excess.
+    /// Returns rows for balances within the memory. The simulation counts boundaries, which the balancer
+    /// does not. If a simulated step needs too much memory, the limits are lowered by its excess.
     fn within_memory(&self) -> Result<Vec<PlanRow>, PlanError> {
         let mut rows = vec![self.row(balance::by_bytes(&self.loads, &self.slots)?)?];
         let mut slots = self.slots.clone();
-        // Each try lowers the limits by the last excess, which converges within a few: the boundaries that
-        // the balancer does not count change little from one cut to the next.
+        // A few retries converge, because the boundaries change little from one cut to the next.
         for _ in 0..TRIES {
             let balance = match balance::by_time_within(&self.loads, &slots) {
                 Err(BalanceError::DoesNotFit { .. }) => break,

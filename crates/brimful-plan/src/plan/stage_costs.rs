@@ -18,7 +18,8 @@ pub(super) struct StepCosts<'a> {
     most_samples: u64,
     /// Whether there is a single micro-batch, whose gradients are the sums if their dtypes agree.
     is_whole: bool,
-    /// Whether sums are added after a stage's backward, by the request or because stages are offloaded.
+    /// Whether gradients are added to the sums after a stage's backward, by the request or because stages
+    /// are offloaded.
     sums_apart: bool,
 }
 
@@ -30,7 +31,7 @@ impl<'a> StepCosts<'a> {
         Self { request, mean_samples, most_samples, is_whole: m == 1, sums_apart }
     }
 
-    /// Returns the costs for offloaded stages, whose sums are always added after the backward.
+    /// Returns the costs for offloaded stages, which always add gradients to the sums after their backward.
     pub(super) fn with_offload(self) -> Self {
         Self { sums_apart: true, ..self }
     }
@@ -99,7 +100,7 @@ impl<'a> StepCosts<'a> {
         let without = |shared: Option<SharedParameters>| {
             layer.parameter_bytes.saturating_sub(shared.map_or(0, |shared| shared.bytes))
         };
-        // `used`: bytes that the stage needs itself; `own`: bytes that its device has only for it.
+        // Bytes of parameters that this layer adds: `used` to its stage, `own` to its device.
         let used = without(layer.shares.filter(|shared| stage.contains(&shared.layer)));
         let own = without(layer.shares.filter(|_| self.request.devices.len() == 1)).min(used);
         let times = |bytes: u64, each: f64| (bytes as f64 * each) as u64;

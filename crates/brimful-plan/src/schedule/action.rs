@@ -57,7 +57,7 @@ pub enum ActionKind {
     Forward,
     /// `B`: the whole backward, the gradients of both input and weights.
     Backward,
-    /// `I`: the input gradient of a split backward, which the stage before waits for.
+    /// `I`: the input gradient of a split backward. The previous stage waits for it.
     InputGradient,
     /// `W`: the weight gradient of a split backward. No other stage waits for it, so it can fill a bubble.
     WeightGradient,
@@ -94,20 +94,20 @@ impl ActionKind {
         }
     }
 
-    /// Whether it needs the gradient from the stage after, and makes the one for the stage before.
+    /// Returns whether it needs the gradient from the next stage, and makes the gradient for the previous one.
     #[must_use]
     pub const fn passes_gradient(self) -> bool {
         matches!(self, Self::Backward | Self::InputGradient)
     }
 
-    /// Whether it is the last to need the micro-batch's activations.
+    /// Returns whether it is the last to need the micro-batch's activations.
     #[must_use]
     pub const fn releases(self) -> bool {
         matches!(self, Self::Backward | Self::WeightGradient)
     }
 
-    /// Whether it keeps a micro-batch's activations: a forward that is recomputed keeps only its input, the
-    /// recompute the rest.
+    /// Returns whether it keeps a micro-batch's activations. A forward that is recomputed keeps only its
+    /// input; the recompute keeps the activations.
     pub(super) fn keeps(self, is_recomputed: bool) -> bool {
         match self {
             Self::Forward => !is_recomputed,
@@ -160,7 +160,7 @@ impl Action {
         }
     }
 
-    /// Index of the channel into a stage that it uses: 0 for boundaries, 1 for gradients.
+    /// Returns the index of the channel that it uses: 0 for boundaries, 1 for gradients.
     pub(crate) fn channel(self) -> usize {
         usize::from(self.kind.passes_gradient())
     }

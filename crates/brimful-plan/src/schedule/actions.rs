@@ -96,8 +96,8 @@ impl Actions {
         &self.facts.order.device_of
     }
 
-    /// Whether the stage recomputes the micro-batch's forward, so that the first forward need not keep
-    /// activations. False for stages and micro-batches that do not exist.
+    /// Returns whether the stage recomputes the micro-batch's forward, so that the first forward need not
+    /// keep activations. False for stages and micro-batches that do not exist.
     #[must_use]
     pub fn is_recomputed(&self, stage: StageId, micro_batch: MicroBatchId) -> bool {
         stage.index() < self.stages()

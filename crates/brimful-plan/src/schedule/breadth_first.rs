@@ -23,7 +23,7 @@
 //! stage 3  ·  ·  ·  F0 F1 F2 F3 B3─── B2─── B1─── B0─── ·  ·  ·  ·  ·  ·
 //! ```
 //!
-//! The simplest schedule, and the one that holds the most: all m micro-batches on every stage. The
+//! GPipe is the simplest schedule, and holds the most activations: all m micro-batches on every stage. The
 //! backwards run in reverse order, so that the last micro-batch's activations are used right after its
 //! forward, and need no recompute.
 

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Action, ActionKind, CostError, StageId};
 
-/// Costs of one micro-batch on one stage. Times are in any one unit; a missing byte count is 0.
+/// Costs of one micro-batch on one stage. Times are in any one unit. Byte counts that are not known are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct StageCost {
     /// Time of a forward.
@@ -22,12 +22,13 @@ pub struct StageCost {
     /// Bytes of the summed gradients: from the stage's first backward until the step's end, or until they
     /// are on the host.
     pub gradient_bytes: u64,
-    /// Bytes of the gradients that sums of another dtype are cast to on the device at the step's end,
-    /// beside the sums; 0 if the sums have the parameters' dtype.
+    /// Bytes of the gradients to which sums of another dtype are cast on the device at the step's end. The
+    /// sums are still there. 0 if the sums have the parameters' dtype.
     pub cast_bytes: u64,
     /// Bytes of one micro-batch's weight gradients, beside the sums, before they are added.
     pub fresh_bytes: u64,
-    /// Bytes of those that are converted at one time if the sums have another dtype: after their backward.
+    /// Bytes of these gradients that are converted at one time, after the backward, if the sums have another
+    /// dtype.
     pub converted_bytes: u64,
     /// Bytes of the optimizer's state, in use all the time.
     pub optimizer_bytes: u64,
@@ -56,8 +57,8 @@ pub struct StageCost {
     /// gradients unless they are on the device.
     #[serde(default)]
     pub update_in_bytes: u64,
-    /// Bytes of updated weights and state that go back at once: if stages are updated after the step, in the forward of
-    /// the next.
+    /// Bytes of updated weights and state that are sent back in the next step's forward, if stages are updated
+    /// after the step.
     #[serde(default)]
     pub update_out_bytes: u64,
 }

@@ -24,7 +24,7 @@ pub struct TransferSpan {
 pub enum Awaited {
     /// A stage's weights, which are in flight.
     Weights,
-    /// A boundary or its gradient, on its way from the host or to it.
+    /// A boundary or its gradient, in flight between device and host.
     Boundaries,
     /// The memory of gradients that are still being offloaded.
     #[serde(alias = "gradients-room")]
@@ -104,7 +104,7 @@ impl HostLinkUse {
         transfers.chain(self.waits.iter().map(|span| (span.start, span.end)))
     }
 
-    /// Returns the transfers and the waits, with times relative to `origin`.
+    /// Returns the transfers without releases, and the waits, with times relative to `origin`.
     pub(super) fn since(&self, origin: f64) -> Self {
         let Self { mut transfers, mut waits } = self.clone();
         transfers.retain(|span| span.transfer.kind != TransferKind::Release);

@@ -38,8 +38,8 @@ fn grouped(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     (0..p).map(|d| list(&Rounds::new(p, v, m), d)).collect()
 }
 
-/// Makes lists for whole groups of p, and removes the spare micro-batches, evenly: a valid order without
-/// some of its micro-batches is still valid, and needs no more places.
+/// Makes lists for whole groups of p, and removes the spare micro-batches. A valid order without some of
+/// its micro-batches is still valid, and needs no more places.
 fn padded(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     let full = m.next_multiple_of(p);
     let spare = full - m;
@@ -64,8 +64,8 @@ fn padded(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
 fn list(rounds: &Rounds, device: usize) -> Vec<Action> {
     let forwards = rounds.forwards(device);
     let backwards = rounds.backwards(device, ActionKind::Backward);
-    // The first micro-batch of the first group must have come round to its last stage, and its gradient all
-    // the way back.
+    // Before this device's first backward, the first group reaches its last stage here, and the first
+    // gradient comes back.
     let ahead = rounds.first_return() + 2 * (rounds.devices - 1 - device);
     // With few micro-batches there is no steady phase: all forwards come first.
     let ahead = ahead.min(forwards.len());
@@ -92,7 +92,7 @@ impl Rounds {
         Self { devices, per_device, micro_batches, groups }
     }
 
-    /// Number of forwards of a device before the first group reaches its last stage.
+    /// Returns the number of forwards of a device before the first group reaches its last stage.
     pub(super) fn first_return(&self) -> usize {
         (self.per_device - 1) * self.group(0).len()
     }
@@ -101,7 +101,7 @@ impl Rounds {
         self.in_turn(device, ActionKind::Forward, |turn| turn)
     }
 
-    /// Gradients go round the other way: a device's last stage first.
+    /// Returns the backwards of a device. Gradients go round the other way, so its last stage comes first.
     pub(super) fn backwards(&self, device: usize, kind: ActionKind) -> Vec<Action> {
         self.in_turn(device, kind, |turn| self.per_device - 1 - turn)
     }
@@ -123,7 +123,7 @@ impl Rounds {
         actions
     }
 
-    /// Near-equal groups, the larger ones first.
+    /// Returns the micro-batches of a group. Groups are near-equal, the larger ones first.
     fn group(&self, group: usize) -> std::ops::Range<usize> {
         let start = |group| split::start(self.micro_batches, self.groups, group);
         start(group)..start(group + 1)

@@ -1,5 +1,5 @@
-//! Converts a measured step into the form of a simulated one, so that both can be drawn and compared, and
-//! into costs, to simulate it again.
+//! Converts a measured step into a [`Simulation`], so that it can be drawn, and compared with a simulated
+//! one. Also converts it into costs, to simulate it again.
 
 use super::memory;
 use super::{ActionKind, Actions, Costs, DeviceUse, HostLinkUse, Simulation, Span, StageCost};
@@ -18,7 +18,7 @@ impl Costs {
         }
         let mean = |stage: &[(f64, usize)], kind| {
             let (sum, count) = stage[kind as usize];
-            // Never below 0, whatever the clocks say: a simulation would refuse it.
+            // Never below 0, whatever the clocks say, because a simulation refuses negative times.
             if count > 0 { f64::max(sum / count as f64, 0.0) } else { 0.0 }
         };
         let cost = |stage: &[(f64, usize); ActionKind::ALL.len()]| StageCost {
@@ -34,11 +34,11 @@ impl Costs {
 }
 
 impl Simulation {
-    /// Returns the measured use of the devices: actions with their times, in any one unit and from any
-    /// origin, transfers in the same unit and from the same origin if they were timed, and peak bytes if
-    /// they were counted.
+    /// Returns a measured step. Times are in any one unit and from any origin, but actions and transfers
+    /// must have the same.
     ///
-    /// `timeline`, `host_links` and `peaks` have an element for each device; missing peaks count as 0.
+    /// `timeline`, `host_links` and `peaks` have an element for each device. `host_links` is empty if
+    /// transfers were not timed; missing peaks count as 0.
     #[must_use]
     pub fn measured(
         actions: &Actions,

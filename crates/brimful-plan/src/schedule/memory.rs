@@ -8,15 +8,15 @@
 //! while an action runs, also its working bytes; for B (or I) the gradients of the stage's output and input
 //! ```
 //!
-//! If the stage before is on the same device and keeps its activations, the input is its output, and
+//! If the previous stage is on the same device and keeps its activations, the input is one of them, and is
 //! counted there. Other boundaries between two stages on one device are counted from their creation.
 //!
-//! Between I and W a split backward holds what W needs: gradients made by I, and some of the activations.
-//! In a transformer that is as much as before I, which is assumed if not known; in a chain of linear layers
-//! and tanh it is twice as much.
+//! Between I and W a split backward holds the inputs of W: gradients made by I, and some of the activations.
+//! In a transformer that is as much as before I, which is the default if it was not measured. In a chain of
+//! linear layers and tanh it is twice as much.
 //!
-//! Parameters and the optimizer's state are in use all the time, the sums of a stage's gradients from its
-//! first backward on; at the end of the step, the sums are cast to the parameters' dtype.
+//! Parameters and the optimizer's state are in use all the time. The sums of a stage's gradients are in use
+//! from its first backward on. At the end of the step, the sums are cast to the parameters' dtype.
 
 use std::collections::BTreeSet;
 
@@ -82,15 +82,15 @@ pub(super) fn clamp(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// Returns the bytes of boundaries between stages of one device that an action takes over, and that it
-/// leaves.
+/// Returns bytes of boundaries between two stages of one device: those that an action takes over, and
+/// those that it leaves to a later action.
 fn waiting(costs: &Costs, action: Action, held: HeldAs) -> (u128, u128) {
     let HeldAs { is_recomputed, before, is_after_here } = held;
     let input = u128::from(costs.input_bytes_of(action.stage));
     let output = u128::from(costs.of(action).output_bytes);
     let only_if = |is_so: bool, bytes: u128| if is_so { bytes } else { 0 };
     match action.kind {
-        // The output of a forward that keeps its activations is one of them.
+        // If a forward keeps its activations, its output is one of them.
         ActionKind::Forward => (
             only_if(before == StageBefore::Here, input),
             only_if(is_after_here && is_recomputed, output),
@@ -129,11 +129,11 @@ pub(super) struct HeldAs {
     /// Whether its activations are recomputed.
     pub(super) is_recomputed: bool,
     pub(super) before: StageBefore,
-    /// Whether the stage after it is on the same device.
+    /// Whether the next stage is on the same device.
     pub(super) is_after_here: bool,
 }
 
-/// Place of the stage before.
+/// Place of the previous stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StageBefore {
     /// On another device, or there is none.
@@ -169,7 +169,7 @@ impl Costs {
         let cost = self.of(action);
         let kept = cost.activation_bytes;
         let bytes = match action.kind {
-            // Without a graph it needs no more than with one.
+            // A forward without a graph needs no more than one with a graph.
             ActionKind::Forward if is_recomputed => cost.forward_peak.max(kept),
             ActionKind::Forward | ActionKind::Recompute => cost.forward_peak.saturating_sub(kept),
             ActionKind::InputGradient => self.backward_bytes(action, 0),
@@ -183,7 +183,7 @@ impl Costs {
     }
 
     /// Returns the bytes of a backward beyond the activations and the gradients of its stage's input and
-    /// output. `later` bytes are allocated at its end, when of the activations only the output is left.
+    /// output. `later` bytes are allocated at its end, when all activations except the output are freed.
     fn backward_bytes(&self, action: Action, later: u64) -> u64 {
         let (cost, ends) = (self.of(action), self.end_gradients(action.stage));
         let at_end = match later {

@@ -1,7 +1,7 @@
-//! Schedules as data: the stage, action and order of all work.
+//! Schedules as data: an ordered list of actions for each device.
 //!
 //! A [`Schedule`] names an order; [`Schedule::actions`] makes the list of [`Action`]s of each device. The
-//! list that is executed is the one that is validated, simulated, printed, drawn and traced:
+//! same list is validated, simulated, printed, drawn, traced and executed:
 //!
 //! ```
 //! use brimful_plan::schedule::{Costs, Recompute, Schedule, render, simulate};

@@ -36,8 +36,8 @@ pub enum Schedule {
         /// Number of stages on each device (letter v).
         stages_per_device: usize,
     },
-    /// All micro-batches through one stage, then all through the next, and back again: transfers the least
-    /// for offloaded weights.
+    /// All micro-batches through one stage, then all through the next, and back again. Offloaded weights
+    /// need the fewest transfers.
     BreadthFirst {
         /// Number of stages on each device (letter v).
         stages_per_device: usize,
@@ -67,7 +67,7 @@ pub enum Schedule {
 const LARGEST: u128 = 1 << 25;
 
 impl Schedule {
-    /// Returns every schedule; those with several stages on each device have `v`.
+    /// Returns every schedule. If the number of stages per device is variable, it is `v`.
     #[must_use]
     pub const fn all(v: usize) -> [Self; 10] {
         [
@@ -84,7 +84,7 @@ impl Schedule {
         ]
     }
 
-    /// Whether its lists are made from the stages' times.
+    /// Returns whether its lists are made from the stages' times.
     #[must_use]
     pub const fn is_automatic(self) -> bool {
         matches!(self, Self::Auto | Self::AutoInterleaved { .. } | Self::AutoV)
@@ -94,7 +94,7 @@ impl Schedule {
     /// schedule, itself only.
     pub(crate) fn alike(self) -> Vec<Self> {
         match self {
-            // Interleaved with one stage a device is 1F1B that runs ahead twice as far.
+            // Interleaved with one stage per device is 1F1B that runs ahead twice as far.
             Self::Auto => vec![
                 Self::OneFOneB,
                 Self::GPipe,
@@ -111,7 +111,7 @@ impl Schedule {
         }
     }
 
-    /// Whether all backwards are split; an automatic schedule splits those for which it pays.
+    /// Returns whether all backwards are split. False for an automatic schedule, which splits some of them.
     #[must_use]
     pub const fn splits_backward(self) -> bool {
         matches!(self, Self::ZeroBubbleH1 | Self::InterleavedZeroBubble { .. } | Self::ZeroBubbleV)
@@ -182,8 +182,8 @@ impl Schedule {
         Actions::new(lists.into_iter().map(|list| recompute::weave(list, &recompute)).collect())
     }
 
-    /// Makes the lists without recomputes; an automatic schedule, which needs a recipe, gives a similar
-    /// named one.
+    /// Makes the lists without recomputes. For an automatic schedule, which needs a recipe, makes those of a
+    /// similar named schedule.
     pub(super) fn lists(self, p: usize, m: usize) -> Vec<Vec<Action>> {
         match self {
             Self::GPipe => breadth_first::lists(p, 1, m),

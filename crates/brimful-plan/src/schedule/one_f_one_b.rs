@@ -7,8 +7,8 @@
 //! stage 3  ·  ·  ·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── ·  ·  ·  ·  ·  ·
 //! ```
 //!
-//! As fast as GPipe, and stage j holds s − j micro-batches instead of m, because a backward begins as soon
-//! as its gradient can arrive.
+//! 1F1B is as fast as GPipe, but stage j holds s − j micro-batches instead of m, because a backward begins as
+//! soon as its gradient can arrive.
 
 use super::{Action, ActionKind, MicroBatchId, StageId};
 

@@ -48,8 +48,8 @@ impl From<ScheduleRecipe> for RecipeParts {
 }
 
 impl ScheduleRecipe {
-    /// Creates a recipe for stages with these costs, placed as by this schedule on devices with so many
-    /// bytes; `None` for no limit.
+    /// Creates a recipe for stages with these costs, placed on the devices as by `schedule`. `memory` has the
+    /// bytes of each device; `None` for no limit.
     ///
     /// # Errors
     /// If a cost is invalid, or the costs do not match the schedule's number of stages.
@@ -62,8 +62,8 @@ impl ScheduleRecipe {
         Ok(Self { schedule, costs, memory })
     }
 
-    /// Returns a recipe for equal stages, at one tick an action, on devices with memory for as many
-    /// activations as there are stages, as zero-bubble schedules need.
+    /// Returns a recipe for equal stages, with one tick per action. Each device has memory for as many
+    /// activations as there are stages, which zero-bubble schedules need.
     pub(super) fn equal(schedule: Schedule, devices: usize) -> Self {
         let stages = devices * schedule.stages_per_device();
         let mut costs = Costs::ticks(stages);
@@ -71,14 +71,14 @@ impl ScheduleRecipe {
         Self { schedule, costs, memory: vec![Some(stages as u64); devices] }
     }
 
-    /// Whether it makes the lists of this schedule on so many devices.
+    /// Returns whether the recipe is for this schedule and this number of devices.
     #[must_use]
     pub fn is_of(&self, schedule: Schedule, devices: usize) -> bool {
         self.schedule == schedule && self.memory.len() == devices
     }
 
-    /// Makes the list of actions of each device, for any number of micro-batches from 1: by simulation
-    /// never longer than the shortest named schedule of the same placement that fits.
+    /// Makes the list of actions of each device, for any number of micro-batches from 1. The simulated step
+    /// is never longer than that of any named schedule with the same placement that fits.
     ///
     /// # Errors
     /// As for [`Schedule::actions`].

@@ -36,7 +36,7 @@ impl Recompute {
         }
     }
 
-    /// Whether a backward after this action needs a recompute.
+    /// Returns whether a backward needs a recompute if it comes after `previous`.
     pub(super) fn applies(self, previous: Option<&Action>, backward: Action) -> bool {
         let forward = Action { kind: ActionKind::Forward, ..backward };
         self == Self::Always || self == Self::ExceptLast && previous != Some(&forward)
@@ -45,9 +45,9 @@ impl Recompute {
 
 /// Inserts each recompute directly before its backward, by the mode of its stage.
 ///
-/// That is early, not late: a recompute needs nothing from the stage after, so the device runs it while it
-/// would otherwise wait for the gradient. Any earlier position would hold the activations for longer and
-/// gain nothing.
+/// That is early enough: a recompute needs nothing from the next stage, so the device runs it while it would
+/// otherwise wait for the gradient. Any earlier position would hold the activations for longer and gain
+/// nothing.
 pub(super) fn weave(list: Vec<Action>, mode: impl Fn(StageId) -> Recompute) -> Vec<Action> {
     let mut woven = Vec::with_capacity(list.len() * 2);
     for action in list {

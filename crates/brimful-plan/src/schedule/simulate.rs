@@ -30,7 +30,7 @@ pub fn simulate(actions: &Actions, costs: &Costs) -> Result<Simulation, CostErro
     Ok(Simulation { timeline, devices, makespan, ..Simulation::default() })
 }
 
-/// State of a simulation: every device as far as its inputs allow.
+/// State of a simulation, in which every device runs as far as its inputs allow.
 struct Simulator<'a> {
     actions: &'a Actions,
     costs: &'a Costs,
@@ -83,8 +83,8 @@ impl Arrivals {
         Self { micro_batches, at: [never(), never()] }
     }
 
-    /// Returns the cell of the action's input if `stage` is its own, or of its output if it is a
-    /// neighbour's.
+    /// Returns the arrival time of the action's input if `stage` is the action's own. If `stage` is the
+    /// neighbour that takes the action's output, returns that of the output.
     pub(super) fn cell(&mut self, stage: StageId, action: Action) -> &mut f64 {
         let at = stage.index() * self.micro_batches + action.micro_batch.index();
         &mut self.at[action.channel()][at]
@@ -104,7 +104,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Runs until all is done: validated actions never stop before their end.
+    /// Runs all actions. They are validated, so no device waits for ever.
     fn run(mut self) -> Vec<Vec<Span>> {
         // The times do not depend on the order in which devices are visited: an action's start depends only
         // on its device's action before and on its own input. So no event queue is needed; a device runs as

@@ -20,7 +20,7 @@ pub struct Span {
 /// Use of one device during the step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DeviceUse {
-    /// Time at which it computes.
+    /// Time during which it computes.
     pub busy: f64,
     /// Idle time until the last device is done.
     pub idle: f64,
@@ -38,7 +38,7 @@ pub struct Simulation {
     pub(super) makespan: f64,
     /// Use of each device's host link; empty without transfers.
     pub(super) host_links: Vec<HostLinkUse>,
-    /// Time and bytes held for each device, if the actions alone do not determine them.
+    /// Bytes held by each device at each time, if the actions alone do not determine them.
     pub(super) levels: Vec<Vec<(f64, u64)>>,
 }
 

@@ -1,6 +1,6 @@
 //! Zero-bubble H1, also interleaved: split backwards, whose weight gradients fill the bubble.
 //!
-//! The stage before waits only for the input gradient (I). The weight gradient (W) runs when no other
+//! The previous stage waits only for the input gradient (I). The weight gradient (W) runs when no other
 //! action is more urgent:
 //!
 //! ```text
@@ -10,8 +10,8 @@
 //! stage 3  ·  ·  ·  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 //! ```
 //!
-//! Device d delays its weight gradients by d, so that every device holds as much as the first one does,
-//! which is what 1F1B's first holds; the overhead falls from (s − 1)(F + I + W) to (s − 1)(F + I − W).
+//! Device d delays its weight gradients by d. So every device holds as much as the first one, and that one
+//! holds as much as with 1F1B. The overhead falls from (s − 1)(F + I + W) to (s − 1)(F + I − W).
 //!
 //! Interleaved, it runs ahead half as far as interleaved 1F1B, so gradients would queue on their return to
 //! the last device. Reordering avoids the queues by running urgent actions as soon as their input arrives:
@@ -27,13 +27,13 @@ pub(super) fn lists(p: usize, v: usize, m: usize) -> Vec<Vec<Action>> {
     if validate::one_place_suffices(&lists) {
         return lists;
     }
-    // Neither is always the shorter one, and both are quick to make.
+    // Neither of the two orders is always the shorter one, and both are quick to make.
     let reordered = [1, 2].map(|turns| one_place::reorder(&lists, urgency(p, turns)));
     one_place::shortest(reordered.into_iter().flatten()).unwrap_or(lists)
 }
 
-/// Ranks gradients first, weights last; within a kind, a stage further round the devices may overtake the
-/// actions of `turns` turns for each round that it is ahead.
+/// Ranks input gradients first and weight gradients last. Within a kind, a stage may overtake `turns` · p
+/// positions for each round over the devices that it is ahead.
 fn urgency(p: usize, turns: usize) -> impl Fn(usize, Action) -> one_place::Rank {
     move |position, action| {
         let class = match action.kind {

@@ -1,8 +1,8 @@
 //! Zero-bubble V: two stages on each device, placed down and up again, with split backwards.
 //!
 //! Device d of p has the stages d and 2p − 1 − d, so the first device also has the last stage, whose
-//! gradient is available at once. Every device holds the same, p stages' worth, and at F = I = W no device
-//! idles between its first action and its last. Here p = 2, m = 3:
+//! gradient is available at once. Every device holds the activations of p micro-batches on its two stages,
+//! and at F = I = W no device idles between its first action and its last. Here p = 2, m = 3:
 //!
 //! ```text
 //! device 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 ·
@@ -73,8 +73,8 @@ impl DeviceOrder {
             self.run(UP, [ActionKind::Forward]);
             self.run(UP, BACKWARD);
         }
-        // Drain: first the actions that others wait for, then the remaining weights. The d devices before
-        // this one still run when its last input gradient is sent: time enough for weight gradients.
+        // Drain: first the actions that other devices wait for, then the remaining weight gradients. The d
+        // devices before this one still run after its last input gradient, so there is time for them.
         for _ in 0..d {
             self.run(DOWN, [ActionKind::InputGradient]);
             self.run(UP, [ActionKind::InputGradient]);
@@ -98,7 +98,7 @@ impl DeviceOrder {
         }
     }
 
-    /// Whether the stage still has to run this kind for one of `m` micro-batches.
+    /// Returns whether the stage still has to run this kind for one of `m` micro-batches.
     fn is_left(&self, way: usize, kind: ActionKind, m: usize) -> bool {
         self.next[way][kind as usize] < m
     }

@@ -100,7 +100,7 @@ std::array<int, 10> backward_numbers(const Reading& r, Pass pass, const Backward
 
 std::array<int, 4> pool_numbers(const Reading& r) { return {r.kind, r.width, r.lanes, kThreads}; }
 
-// Kernels that a residual network uses besides its first one in training, in the order of their use.
+// Returns the kernels that a residual network uses in training after its first one, in the order of their use.
 std::vector<Compiling> likely(const Reading& reading) {
   std::vector<Compiling> all;
   const auto forward = [&](Pass pass, int relu, int residual) {
@@ -172,7 +172,7 @@ Plan plain_plan(const Reading& reading, const Gpu& gpu, size_t fixed_bytes) {
 
 size_t rounded(size_t floats) { return (floats * sizeof(float) + 15) / 16 * 16; }
 
-// Sizes of `Shared` in the kernel sources.
+// Return the size of `Shared` in the kernel sources, forward and backward.
 size_t forward_bytes(const Reading& reading) {
   const size_t channels = reading.slice_channels();
   return rounded(kWarps * 2 * channels + 2 * kThreads + kThreads + 3 * channels);
@@ -237,8 +237,8 @@ struct Passes {
     kernel(pass).launch(shape, arguments);
   }
 
-  // Runs `whole` in one launch if all blocks run at the same time, else the two parts in two launches. With
-  // `keeps`, the second part reads the input again.
+  // Runs `whole` in one launch if all blocks run at the same time, else the two parts in two launches. If `keeps`,
+  // the second part uses all rows again; else it merges only the partial results, in one block per slice.
   void run(const at::Tensor& x, Pass whole, Pass second, bool keeps) {
     const Gpu figures = gpu(x.get_device());
     Plan plan = whole_plan(reading, figures, bytes, tensors);
@@ -246,7 +246,7 @@ struct Passes {
       plan.slots = 0;
       plan.shared_bytes = static_cast<unsigned>(bytes);
     }
-    // True if all blocks of the plan run at the same time.
+    // A cooperative plan has at most one block per multiprocessor.
     const bool at_once =
         plan.cooperative && kernel(whole).blocks_at_a_time(kThreads, plan.shared_bytes) > 0;
     if (!at_once) plan = plain_plan(reading, figures, bytes);
@@ -380,7 +380,7 @@ void set_tensors(BatchNormBackward& a, const BatchNormGradient& in, const BatchN
   a.training = in.training;
 }
 
-// For images, not volumes.
+// Sets the sizes of a pooling, which is for images, not volumes.
 void set_pooling(BatchNormBackward& a, const BatchNormGradient& in) {
   a.height = static_cast<int>(in.own.x.size(2));
   a.width = static_cast<int>(in.own.x.size(3));

@@ -66,8 +66,8 @@ at::Tensor batch_norm_statistics(const BatchNormGiven& norm);
 // Returns the mean and the variance of each channel, in f32.
 std::tuple<at::Tensor, at::Tensor> batch_norm_moments(const at::Tensor& x);
 
-// BatchNorm, ReLU and a max pooling of 3×3, stride 2, padding 1, for fewer than 2^28 squares. Returns y, and as
-// its mask the position of each maximum in its window.
+// Applies BatchNorm with known statistics, ReLU and a max pooling of 3×3, stride 2, padding 1, to fewer than 2^28
+// squares. Returns y, and as its mask the position of each maximum in its window.
 BatchNormed batch_norm_pool(const at::Tensor& x, const at::Tensor& saved);
 
 BatchNormGradients batch_norm_backward(const BatchNormGradient& gradient);

@@ -68,7 +68,7 @@ class Opened {
   const int number;
 };
 
-// Opened once, so that the folder cannot be swapped between check and use.
+// Opens the folder. Callers open it once, so that it cannot be swapped between check and use.
 int open_folder() { return open(folder().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); }
 
 std::string file_of(const std::string& key) { return key + ".cubin"; }

@@ -72,7 +72,7 @@ std::vector<std::string> folders_from(const std::string& folder) {
   return all;
 }
 
-// Returns who else may write to the file that a path leads to.
+// Returns the others who may write to the file that a path leads to.
 unsigned others_of_file(const std::string& path) {
   std::error_code failed;
   const auto file = std::filesystem::canonical(path, failed);
@@ -177,8 +177,8 @@ std::string compile(const Source& source, const std::vector<std::string>& option
   return cubin;
 }
 
-// True once the compiler has been used. It creates its static data at first use, and statics are destroyed at
-// exit in reverse order.
+// True once the compiler has been used. The compiler creates its static data at first use, and statics are
+// destroyed at exit in reverse order.
 std::atomic<bool> has_compiled{false};
 
 // Compilation order: source, options and cache key.
@@ -257,7 +257,8 @@ class Workshop {
     Task task;
   };
 
-  // Requires `turn_`. If the system has no thread to give, the thread that needs a kernel compiles it.
+  // Starts a thread, unless there is one per core. Requires `turn_`. If the system cannot start one, the thread that
+  // needs a kernel compiles it.
   void add_thread() {
     if (working_ == std::max(std::thread::hardware_concurrency(), 1u)) return;
     try {
@@ -290,8 +291,8 @@ class Workshop {
 // True once the workshop exists.
 std::atomic<bool> is_open{false};
 
-// Created after the compiler's first use, so that its threads are joined before the compiler's static data are
-// destroyed.
+// Returns the workshop. It must be created after the compiler's first use, so that its threads are joined before the
+// compiler's static data are destroyed.
 Workshop& workshop() {
   static Workshop all;
   is_open = true;

@@ -38,7 +38,7 @@ uint32_t pattern_of(const MemsetNode& set) {
   return set.element_bytes == 2 ? (set.value & 0xffff) * 0x00010001u : set.value;
 }
 
-// Only contiguous memory, which is nearly all.
+// Returns whether the kernel can fill it: only contiguous memory, which is nearly all.
 bool is_fillable(const MemsetNode& set) {
   return set.height == 1 && set.into % 16 == 0 && set.width > 0;
 }

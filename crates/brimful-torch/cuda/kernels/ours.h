@@ -12,7 +12,7 @@ inline bool is_of_ours(const struct stat& seen) {
   return seen.st_uid == 0 || seen.st_uid == geteuid();
 }
 
-// Returns who else may write to it: bits of its mode, and one more for another owner.
+// Returns the others who may write to a file: bits of its mode, and one more for another owner.
 inline unsigned others_of(const struct stat& seen) {
   constexpr unsigned kOwner = 1u << 31;
   return (seen.st_mode & (S_IWGRP | S_IWOTH)) | (is_of_ours(seen) ? 0 : kOwner);
@@ -21,7 +21,7 @@ inline unsigned others_of(const struct stat& seen) {
 // Returns whether only this user or root may write to it.
 inline bool is_ours_alone(const struct stat& seen) { return others_of(seen) == 0; }
 
-// Returns who else may write to the path or replace it. In a sticky folder such as /tmp others may add files but
+// Returns the others who may write to the path or replace it. In a sticky folder such as /tmp others may add files but
 // not replace ours.
 inline unsigned others_of(std::filesystem::path path) {
   for (unsigned others = 0;; path = path.parent_path()) {

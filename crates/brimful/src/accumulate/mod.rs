@@ -1,8 +1,8 @@
 //! Accumulation of gradients over micro-batches, with an atomic commit.
 //!
-//! Before a step, the existing gradients are set aside, so that autograd makes new ones. Those are the step's
-//! own: on success they are scaled and added to the existing ones, on failure they are dropped and the existing
-//! ones are restored. Nothing is copied.
+//! Before a step, the existing gradients are set aside, so that autograd makes new ones. The new ones are the
+//! step's own: on success they are scaled and added to the existing ones, on failure they are dropped and the
+//! existing ones are restored. Nothing is copied.
 //!
 //! Terms of a loss whose denominators are known only at the end need sums of their own ([`Sums`] has one list
 //! for each group), because one sum cannot be divided by two numbers.
@@ -352,8 +352,8 @@ fn gather(
     Ok(collect(parameters, sums)?)
 }
 
-/// Returns whether gradients of parameters of this dtype on this device are summed in tensors of their own,
-/// beside which a micro-batch's gradients exist until its backward is over: for
+/// Returns whether gradients of parameters of this dtype on this device are summed in tensors of their own. Then
+/// a micro-batch's gradients exist beside the sums until its backward is over. For
 /// [`plan::Request::sums_apart`](brimful_plan::plan::Request).
 ///
 /// True in half precision, whose sums are in f32, and on CUDA, where a few kernels add all gradients and
@@ -362,8 +362,8 @@ pub fn sums_apart(device: Device, kind: Kind) -> bool {
     summed_in(kind) != kind || device.is_cuda()
 }
 
-/// Bytes of summed gradients for each byte of parameters of this dtype: 1, or 2 in half precision, for
-/// [`plan::Request::gradient_bytes`](brimful_plan::plan::Request).
+/// Returns the bytes of summed gradients for each byte of parameters of this dtype: 1, or 2 in half precision.
+/// For [`plan::Request::gradient_bytes`](brimful_plan::plan::Request).
 pub fn gradient_factor(kind: Kind) -> f64 {
     summed_in(kind).elt_size_in_bytes() as f64 / kind.elt_size_in_bytes() as f64
 }

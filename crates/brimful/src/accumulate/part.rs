@@ -41,8 +41,8 @@ mod tests {
 
     use crate::accumulate::{Accumulator, Named};
 
-    /// Three parameters, the last of which is the first again, in two parts. Returns the sums after two
-    /// backwards of the first part, which use all parameters, and one of the second.
+    /// Returns the sums of three parameters, after two backwards of the first of two parts and one of the second.
+    /// The third parameter is the first one again. The first part uses all parameters.
     fn sums(kind: Kind) -> Vec<Option<f64>> {
         let mut store = VarStore::new(Device::Cpu);
         let one = |name: &str| store.root().var(name, &[1], Init::Const(1.0));

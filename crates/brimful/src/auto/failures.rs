@@ -38,7 +38,7 @@ struct Ceiling {
 }
 
 impl Failures {
-    /// Largest size that the failures allow.
+    /// Returns the largest size that the failures allow.
     pub(super) fn cap(&self) -> usize {
         match self.ceiling {
             Some(ceiling) if !ceiling.lifted => ceiling.cap,

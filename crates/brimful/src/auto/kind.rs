@@ -56,18 +56,18 @@ impl Kind {
         Self { used, leaves }
     }
 
-    /// Whether gradients are made.
+    /// Returns whether gradients are computed.
     pub(crate) fn is_training(&self) -> bool {
         matches!(self.used, Use::Train | Use::TrainWhole)
     }
 
-    /// Number of elements in a sample.
+    /// Returns the number of elements in a sample.
     pub(crate) fn elements(&self) -> u64 {
         let count = |shape: &Vec<i64>| shape.iter().map(|&n| n.unsigned_abs()).product::<u64>();
         self.leaves.iter().map(|(_, shape)| count(shape)).sum()
     }
 
-    /// Whether samples differ only in their shapes.
+    /// Returns whether samples differ at most in their shapes.
     pub(crate) fn is_akin(&self, other: &Self) -> bool {
         let types = |kind: &Self| {
             kind.leaves.iter().map(|(kind, s)| (kind.clone(), s.len())).collect::<Vec<_>>()

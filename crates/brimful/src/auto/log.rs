@@ -11,13 +11,13 @@ use brimful_plan::bytes::Bytes;
 pub(crate) struct SizeLog {
     pub(crate) decisions: Vec<Decision>,
     pub(crate) retries: usize,
-    /// Whether the last tried failed with a single sample: one such failure may be bad luck, two in a row
-    /// are not.
+    /// Whether the last attempt failed with a single sample: one such failure may be bad luck, two in a row are
+    /// not.
     at_the_end: bool,
 }
 
 impl SizeLog {
-    /// Log of a mini-batch that was run twice, without a decision about its size.
+    /// Creates the log of a mini-batch that was run twice, without a decision about its size.
     pub(crate) fn of_retry() -> Self {
         Self { retries: 1, ..Self::default() }
     }
@@ -27,8 +27,8 @@ impl SizeLog {
         self.retries += later.retries;
     }
 
-    /// Records a failed tried with its decisions. Fails if a single sample, the `least` that a
-    /// micro-batch has, has failed twice; otherwise the step is retried.
+    /// Records a failed attempt with its decisions. Fails if micro-batches of `least`, the smallest possible size,
+    /// have failed twice in a row; otherwise the step is retried.
     pub(crate) fn failed(
         &mut self,
         decisions: Vec<Decision>,
@@ -47,8 +47,8 @@ impl SizeLog {
         let mut tried: Vec<usize> = failed.map(|decision| decision.size).collect();
         tried.dedup();
         let available = Bytes(tightest(free_memories));
-        // The failure refutes a prediction that fits into what is free: the need is larger by this much at
-        // least.
+        // The failure refutes a prediction below the free bytes: the need exceeds them by at least the lacking
+        // bytes.
         let refuted = cause.lacking().map(|lacking| available.0.saturating_add(lacking.0));
         let needed = sizer.predict(least).max(refuted).map(Bytes);
         Err(Error::DoesNotFit { tried, needed, available, cause: Box::new(cause) })
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
     use crate::oom::Place;
 
-    /// Decision for a single sample that ran out of memory.
+    /// Returns the decision for a single sample that ran out of memory.
     fn single(available: Bytes) -> Decision {
         Decision {
             size: 1,

@@ -1,4 +1,4 @@
-//! Predicts what a micro-batch of n samples needs from measured needs: fixed + per sample × n.
+//! Predicts the need of a micro-batch of n samples from measured needs: fixed + per sample × n.
 
 use std::collections::BTreeMap;
 
@@ -43,8 +43,8 @@ const NOISE_FACTOR: f64 = 1.125;
 
 /// The line is extrapolated to at most 8 times the largest measured size.
 const EXTRAPOLATE_FACTOR: usize = 8;
-/// It is extrapolated that far only if it predicts at least 4 times the need there: then samples, not the
-/// fixed part, make up most of the measured need, and the slope is reliable.
+/// The line is extrapolated that far only if it predicts at least 4 times the need there: then samples, not
+/// the fixed part, make up most of the measured need, and the slope is reliable.
 const EXTRAPOLATE_MIN_GROWTH: u64 = 4;
 /// Needs have a bend where a sample costs over 1.5 times its cost at smaller sizes.
 const BEND_FACTOR: f64 = 1.5;
@@ -76,8 +76,8 @@ impl MemoryModel {
         self.needs.last_key_value().map_or(0, |(&size, _)| size)
     }
 
-    /// Returns the largest size that the line may be extrapolated to. That is not far while needs hardly
-    /// grow, because the fixed part then hides the samples' part; [`MemoryModel::sure`] is safe in any
+    /// Returns the largest size that the line may be extrapolated to. It is not far above the measured sizes while
+    /// needs hardly grow, because the fixed part then hides the samples' part. [`MemoryModel::sure`] is safe in any
     /// case.
     pub(crate) fn reach(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
@@ -102,7 +102,7 @@ impl MemoryModel {
         at_most.largest(budget)
     }
 
-    /// Whether needs grow faster towards the largest size than below it: then a new cost has begun
+    /// Returns whether needs grow faster towards the largest size than below it: then a new cost has begun
     /// somewhere on the way, and its slope is not known yet.
     fn is_bent(&self) -> bool {
         let mut points: Vec<(f64, f64)> = Vec::new();
@@ -115,8 +115,8 @@ impl MemoryModel {
         matches!(points[..], [a, b, c, ..] if slope(a, b) > BEND_FACTOR * slope(b, c).max(0.0))
     }
 
-    /// Returns the line through the largest measured size, because needs are linear only from some size on,
-    /// and the next one well below it.
+    /// Returns the line through the largest measured size and the next one well below it. The largest sizes are
+    /// used because needs are linear only from some size on.
     pub(crate) fn line(&self) -> Option<Line> {
         let Some((&large, &most)) = self.needs.last_key_value() else { return self.prior };
         let apart = |size: usize| (size as f64) <= large as f64 * SLOPE_MAX_RATIO;
@@ -181,7 +181,7 @@ impl MemoryModel {
         }
     }
 
-    /// Whether all samples of a mini-batch fit as a single micro-batch, which has no gradients beside it.
+    /// Returns whether all samples of a mini-batch fit as a single micro-batch, which has no gradients beside it.
     pub(crate) fn holds_all(&self, samples: usize, budget: u64) -> bool {
         self.largest(budget.saturating_add(self.floor)).is_some_and(|size| size >= samples)
     }
@@ -194,8 +194,8 @@ impl MemoryModel {
 
 /// Predicts the line for samples of `elements` elements from the lines of other lengths.
 ///
-/// The cost of an element may grow with their number, as attention's does: two lengths determine the power,
-/// one is scaled linearly.
+/// The cost of an element may grow with their number, as attention's does. Lines of two lengths determine the
+/// power; the line of a single length is scaled linearly.
 pub(crate) fn predict_line(known: &[(u64, Line)], elements: u64) -> Option<Line> {
     let distance = |(e, _): &&(u64, Line)| (*e as f64 / elements as f64).ln().abs();
     let mut nearest: Vec<&(u64, Line)> = known.iter().collect();

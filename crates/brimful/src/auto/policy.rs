@@ -88,12 +88,12 @@ impl Policy {
         Self { goal, ..Self::default() }
     }
 
-    /// Begins with a size predicted from samples of another shape.
+    /// Creates a policy that begins with a size predicted from samples of another shape.
     pub(crate) fn predicted(goal: Goal, size: usize) -> Self {
         Self { start: Some((size, Why::Predicted)), ..Self::new(goal) }
     }
 
-    /// Continues with the size that an earlier run has found.
+    /// Creates a policy that continues with the size that an earlier run has found.
     pub(crate) fn remembered(goal: Goal, size: usize, rate: Option<f64>) -> Self {
         let climb = Climb { rung: size, over: true, ..Climb::default() };
         let mut rates = Rates::default();
@@ -143,8 +143,8 @@ impl Policy {
     }
 
     fn begin(&mut self, size: usize, why: Why) -> SizeTrial {
-        // A prediction from another shape may be wrong, and a failure costs the step so far: half of it is
-        // tried first. A size that an earlier run measured is taken as it is.
+        // A prediction from another shape may be wrong, and a failure costs the step so far: half of the size
+        // is tried first. A size that an earlier run measured is taken as it is.
         let size = if why == Why::Predicted { (size / 2).max(1) } else { size };
         self.climb.rung = self.climb.rung.max(size);
         let micro_batches = (why == Why::Predicted).then_some(1);
@@ -168,8 +168,8 @@ impl Policy {
         self.choose(size, now)
     }
 
-    /// Takes the smaller size that other ranks agreed on, though more might fit here. This is the size to
-    /// remember.
+    /// Replaces the chosen size by the smaller one that the ranks agreed on, although more might fit here. This is
+    /// the size to remember.
     pub(crate) fn overruled(&mut self, size: usize, available: u64) {
         self.chosen = Some(Chosen { size, available });
     }

@@ -105,7 +105,7 @@ pub(crate) fn hash_of(text: &str) -> String {
     format!("{:016x}", fnv(text.as_bytes()))
 }
 
-/// FNV-1a hash: equal on every machine and with every compiler.
+/// Computes the FNV-1a hash, which is equal on every machine and with every compiler.
 fn fnv(bytes: &[u8]) -> u64 {
     let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)

@@ -1,4 +1,4 @@
-//! Memory models and search of one kind of mini-batch, from which its sizes follow.
+//! Sizer of one kind of mini-batch: its memory models, and its search for a size.
 //!
 //! A step may run in several memories at once, as a pipeline's does: then the tightest decides.
 
@@ -10,9 +10,9 @@ use super::policy::{Goal, Policy};
 use super::trial::{Situation, SizeTrial, in_near_equal_parts};
 use brimful_plan::bytes::Bytes;
 
-/// Layers such as batch normalisation expect a micro-batch to resemble its mini-batch: the gradients of two
-/// or three samples may be many times those of the others. So fewer than 8 samples are not trained with
-/// only to measure their need.
+/// Smallest micro-batch to train with where more samples fit: smaller ones only measure needs, and are rolled
+/// back. Layers such as batch normalisation expect a micro-batch to resemble its mini-batch: the gradients of
+/// two or three samples may be many times those of the others.
 pub(crate) const FEW_SAMPLES: usize = 8;
 
 /// Free memory for a step.
@@ -44,18 +44,18 @@ pub(crate) struct Finding {
 }
 
 impl Sizer {
-    /// Returns a sizer for memories of which only the least need of a step is known.
+    /// Creates a sizer that knows only the least need of a step in each memory.
     pub(crate) fn new(goal: Goal, floors: &[u64]) -> Self {
         let models = floors.iter().map(|floor| MemoryModel::with_floor(*floor)).collect();
         Self::with(models, Policy::new(goal))
     }
 
-    /// Begins with needs and a size predicted from other shapes.
+    /// Creates a sizer that begins with needs and a size predicted from other shapes.
     pub(crate) fn predicted(goal: Goal, lines: &[Line], floors: &[u64], size: usize) -> Self {
         Self::with(priors(lines, floors), Policy::predicted(goal, size))
     }
 
-    /// Continues from the result of an earlier run.
+    /// Creates a sizer that continues from the result of an earlier run.
     pub(crate) fn remembered(goal: Goal, found: &Finding, floors: &[u64]) -> Self {
         Self::with(priors(&found.lines, floors), Policy::remembered(goal, found.size, found.rate))
     }
@@ -70,7 +70,7 @@ impl Sizer {
         Some(Finding { size, lines: self.lines()?, rate: self.policy.rate(size) })
     }
 
-    /// Whether the needs of samples are unknown: neither measured, nor predicted, nor remembered.
+    /// Returns whether the needs of samples are unknown: neither measured, nor predicted, nor remembered.
     pub(crate) fn is_blank(&self) -> bool {
         self.models.iter().any(|model| model.line().is_none())
     }
@@ -80,7 +80,7 @@ impl Sizer {
         self.models.iter().map(|model| (model.largest_seen() > 0).then(|| model.line())?).collect()
     }
 
-    /// Decides which part of a mini-batch of `samples` to run next; `left` have not been run.
+    /// Decides which part of a mini-batch of `samples` to run next; `left` of them have not run yet.
     pub(crate) fn next(
         &mut self,
         free_memories: &[FreeMemory],
@@ -107,7 +107,7 @@ impl Sizer {
         self.policy.next(Situation { fits, seen, reach, sure, available, left, samples })
     }
 
-    /// Whether a step that began now would begin with more than a few samples, or with as many as fit.
+    /// Returns whether a step would now begin with at least [`FEW_SAMPLES`] samples, or run whole in one size.
     pub(crate) fn begins_well(&self, free_memories: &[FreeMemory], samples: usize) -> bool {
         let first = self.clone().next(free_memories, samples, samples);
         first.size >= FEW_SAMPLES || first.micro_batches.is_none()
@@ -176,7 +176,7 @@ impl Sizer {
         self.models.iter().map(|model| model.predict_alone(size)).max().flatten()
     }
 
-    /// Records what micro-batches of this size, or one alone, needed in each memory.
+    /// Records the need of micro-batches of this size in each memory; `alone` says that there was a single one.
     pub(crate) fn observe_needs(&mut self, size: usize, needs: &[u64], alone: bool) {
         let pairs = self.models.iter_mut().zip(needs);
         pairs.for_each(|(model, &need)| model.observe(size, need, alone));
@@ -216,7 +216,7 @@ fn priors(lines: &[Line], floors: &[u64]) -> Vec<MemoryModel> {
     pairs.map(|(line, floor)| MemoryModel::with_prior(*line, *floor)).collect()
 }
 
-/// Whether this is a single micro-batch with none before it: it has no gradients beside it.
+/// Returns whether this is a single micro-batch with none before it. Such a one has no gradients beside it.
 pub(crate) fn is_alone(ranges: &[Range<usize>]) -> bool {
     matches!(ranges, [Range { start: 0, .. }])
 }

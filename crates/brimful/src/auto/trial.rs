@@ -16,7 +16,7 @@ pub(crate) struct Situation {
     pub(crate) sure: usize,
     /// Bytes free for the step.
     pub(crate) available: u64,
-    /// Number of samples of the mini-batch that are still to be run, and of all.
+    /// Numbers of samples in the mini-batch: those still to be run, and all.
     pub(crate) left: usize,
     pub(crate) samples: usize,
 }
@@ -31,7 +31,7 @@ impl Situation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SizeTrial {
     pub(crate) size: usize,
-    /// Number of micro-batches of exactly that size; `None` for all the rest, in near-equal ones.
+    /// Number of micro-batches of exactly that size; `None` for all remaining samples, in near-equal ones.
     pub(crate) micro_batches: Option<usize>,
     pub(crate) why: Why,
     /// Whether to time it.

@@ -2,7 +2,7 @@
 //! next.
 //!
 //! A step in one memory is cut piece by piece ([`SizeWatch::begin`]). A step that runs in several memories
-//! at once, on one device each, is tried whole ([`SizeWatch::whole`]): the tightest decides, and where one
+//! at once, on one device each, has one size ([`SizeWatch::whole`]): the tightest memory decides, and if one
 //! runs out, all take a smaller size.
 
 use std::ops::Range;
@@ -59,7 +59,7 @@ impl Watched {
         Ok(Self { free_memory: free_memory(&before, reserved)?, counted: Some((memory, before)) })
     }
 
-    /// Returns the memory of a step that is cut piece by piece, which has one.
+    /// Returns the memory of a step that is cut piece by piece. Such a step has an account of its memory.
     fn memory(&self) -> &Memory {
         let counted = self.counted.as_ref();
         &counted.expect("a step in pieces is watched in a memory that counts").0
@@ -95,8 +95,8 @@ struct Piece {
 }
 
 impl SizeWatch {
-    /// Begins an attempt in these memories, less the bytes of each that are reserved for later. A rehearsal
-    /// (`rehearses`) ends with [`Error::Rehearsed`] as soon as a better first size is known.
+    /// Begins an attempt in these memories; the number beside each is its bytes that are reserved for later. A
+    /// rehearsal (`rehearses`) ends with [`Error::Rehearsed`] as soon as a better first size is known.
     pub(crate) fn new(
         sizer: Sizer,
         memories: impl Iterator<Item = (Option<Memory>, u64)>,
@@ -139,8 +139,7 @@ impl SizeWatch {
         trial.size = match samples.lengths() {
             // Near-equal micro-batches may be smaller than the trial allows.
             None => largest,
-            // The fill of micro-batches of sequences is chance, and differs from one mini-batch to the
-            // next.
+            // How full micro-batches of sequences are differs from one mini-batch to the next.
             Some(_) => trial.size.max(largest),
         };
         self.decisions.push(self.sizer.decision(&trial, &ranges, &free_memories));
@@ -182,9 +181,9 @@ impl SizeWatch {
         Ok(())
     }
 
-    /// Runs one attempt over all samples at once, with the smaller of the size that is due for the longest
-    /// part and the size that `agree` returns. No micro-batch of any rank has less than `least`. `run` also
-    /// returns the memories' peaks.
+    /// Runs one attempt with one size for all samples. `agree` receives this rank's size and returns the size of
+    /// all ranks. No micro-batch of any rank has less than `least`. `run` runs the attempt with the agreed size,
+    /// and also returns the memories' peaks.
     pub(crate) fn whole<T>(
         &mut self,
         samples: &Samples,
@@ -194,8 +193,8 @@ impl SizeWatch {
     ) -> Result<T> {
         let free_memories = self.free_memories();
         let units = samples.units();
-        // The least of all ranks: one sample that fails twice ends the step, which all ranks must decide at
-        // the same tried.
+        // The least of all ranks, because all must give up in the same attempt: when the smallest size has
+        // failed twice.
         self.least = least;
         let mut trial = self.sizer.next_whole(&free_memories, units.max(1));
         let own = trial.size.max(self.least);
@@ -289,7 +288,7 @@ impl SizeWatch {
         Ok((self.sizer, ended))
     }
 
-    /// Ends the attempt otherwise: its measurements stand. Returns the sizer.
+    /// Ends an attempt that neither succeeded nor ran out of memory. Keeps its measurements and returns the sizer.
     pub(crate) fn ended(mut self, log: &mut SizeLog) -> Sizer {
         log.decisions.append(&mut self.decisions);
         self.sizer
@@ -341,7 +340,7 @@ fn pieces(left: &Samples, trial: &SizeTrial, all: &Samples) -> Result<Vec<Range<
     match trial.micro_batches {
         Some(count) => first_of(left.count(), trial.size, count),
         None if left.count() == all.count() => Ok(all.by_units(trial.size)?),
-        // Exactly the size that later steps will have: each new size costs a device its preparations.
+        // Exactly the size that later steps will have, because a device has to prepare for each new size.
         None => of_exactly(left.count(), in_near_equal_parts(all.count(), trial.size)),
     }
 }

@@ -27,7 +27,7 @@ impl Batch for Tensor {
     }
 }
 
-/// Marks a value that is whole in every micro-batch, such as class weights or a mask.
+/// Wrapper of a value that is whole in every micro-batch, such as class weights or a mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Shared<T>(pub T);
 
@@ -131,7 +131,7 @@ impl<B: Batch, const N: usize> Batch for [B; N] {
     }
 }
 
-/// Not for `HashMap`, whose items have another order in every micro-batch.
+/// Only for `BTreeMap`: the items of a `HashMap` would have another order in every micro-batch.
 impl<K: Clone + Ord + Display + Send, B: Batch> Batch for BTreeMap<K, B> {
     fn visit<'a>(&'a self, f: Visitor<'_, 'a>) {
         self.values().for_each(|value| value.visit(f));

@@ -1,8 +1,8 @@
 //! Micro-batches that are views of the user's mini-batch, lent to a closure or layer that must not change them.
 //!
 //! A closure that changes its micro-batch in place (`x /= 255`) would change the mini-batch, and change it
-//! again at every rerun. The first micro-batch that a borrower gets is a copy, so that a change shows before it
-//! affects the mini-batch; for later ones libtorch's version counters are compared.
+//! again at every rerun. libtorch's version counters show such a change. The first micro-batch that a borrower
+//! gets is a copy, so that the change is found before it affects the mini-batch.
 
 use std::any::TypeId;
 use std::collections::HashSet;
@@ -23,7 +23,7 @@ impl Borrowers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).contains(&typeid::of::<F>())
     }
 
-    /// Adds a borrower.
+    /// Adds a borrower that has left its first micro-batch unchanged.
     pub(crate) fn trust<F>(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(typeid::of::<F>());
     }
@@ -36,7 +36,7 @@ pub(crate) struct Lender {
 }
 
 impl Lender {
-    /// Creates a lender for a borrower that may be known.
+    /// Creates a lender. A borrower that is not known gets a copy first.
     pub(crate) fn to(is_known: bool) -> Self {
         Self { has_lent: is_known }
     }
@@ -74,7 +74,7 @@ impl Versions {
         Self(tensors.into_iter().map(|tensor| tensor.f_internal_version().ok()).collect())
     }
 
-    /// Returns the first of these tensors that has changed since.
+    /// Returns the index of the first of these tensors that has changed since.
     pub(crate) fn changed<'a>(
         &self,
         tensors: impl IntoIterator<Item = &'a Tensor>,

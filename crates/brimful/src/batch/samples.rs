@@ -37,28 +37,28 @@ impl Samples {
         self.lengths.as_deref()
     }
 
-    /// Total in the unit of sizes: samples, or tokens.
+    /// Returns the total in the unit of sizes: samples, or tokens.
     pub(crate) fn units(&self) -> usize {
         self.lengths.as_ref().map_or(self.count, |lengths| lengths.iter().sum())
     }
 
-    /// Smallest size of a micro-batch: one sample, or the longest one's tokens.
+    /// Returns the smallest size of a micro-batch: one sample, or the tokens of the longest one.
     pub(crate) fn least(&self) -> usize {
         self.lengths.iter().flatten().copied().max().unwrap_or(1)
     }
 
-    /// Size of a micro-batch of these samples, padding included.
+    /// Returns the size of a micro-batch of these samples, padding included.
     pub(crate) fn units_of(&self, range: &Range<usize>) -> usize {
         range.len() * self.part(range).least()
     }
 
-    /// Returns these samples only.
+    /// Returns the samples of this range only.
     pub(crate) fn part(&self, range: &Range<usize>) -> Self {
         let lengths = self.lengths.as_ref().map(|lengths| lengths[range.clone()].to_vec());
         Self { count: range.len(), lengths, places: Vec::new() }
     }
 
-    /// Cuts micro-batches of at most this many units each; a longer sequence has one of its own.
+    /// Cuts micro-batches of at most this many units each, or of the longest sequence's tokens if these are more.
     pub(crate) fn by_units(&self, units: usize) -> Result<Vec<Range<usize>>, SplitError> {
         match &self.lengths {
             None => split::by_size(self.count, units),
@@ -107,7 +107,7 @@ impl Samples {
 }
 
 /// A mini-batch in the order in which it runs: the user's own, or, for sequences, the longest first. So
-/// sequences of similar length are together, and the largest needs of memory do not come last.
+/// sequences of similar length are together, and the micro-batches that need the most memory come first.
 #[derive(Debug)]
 pub(crate) struct Arranged<'a, B> {
     given: &'a B,
@@ -116,8 +116,8 @@ pub(crate) struct Arranged<'a, B> {
 }
 
 impl<'a, B: Batch> Arranged<'a, B> {
-    /// Sorts a mini-batch. Errors of counting or sorting are kept until its samples are requested: there, other
-    /// ranks get them too.
+    /// Sorts a mini-batch. Errors of counting or sorting are kept until its samples are requested, where they are
+    /// reported to other ranks too.
     pub(crate) fn of(given: &'a B) -> Self {
         match sorted(given) {
             Ok((sorted, samples)) => Self { given, sorted, samples: Ok(samples) },
@@ -163,7 +163,7 @@ fn sorted<B: Batch>(given: &B) -> Result<(Option<B>, Samples)> {
     Ok((Some(samples.arranged(given)?), samples))
 }
 
-/// Pads the parts' rows to the width of the widest part's.
+/// Pads the rows of all parts to the width of the widest part.
 fn padded<B: Batch>(parts: Vec<B>) -> Result<Vec<B>> {
     let width = |leaf: Leaf<'_>| leaf.tensor().size().get(1).copied().unwrap_or(0);
     let mut widest: Vec<i64> = Vec::new();

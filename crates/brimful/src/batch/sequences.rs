@@ -1,4 +1,4 @@
-//! Sequences of different lengths, in micro-batches that are each only as wide as their own longest.
+//! Sequences of different lengths, in micro-batches that are each only as wide as their longest sequence.
 
 use std::ops::Deref;
 
@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::{Batch, Leaf, check_alike, leaf_len, leaves, numbers};
 use crate::Result;
 
-/// Default multiple of widths, in tokens: few shapes, of which each needs a CUDA graph of its own, and at most
+/// Default step of widths, in tokens. It gives few shapes, each of which needs a separate CUDA graph, and about
 /// 32 tokens of padding per sequence on average.
 const WIDTH_STEP: usize = 64;
 
@@ -16,7 +16,7 @@ const WIDTH_STEP: usize = 64;
 /// A mini-batch of them is cut by tokens, not by samples ([`MicroBatches::Tokens`](crate::MicroBatches::Tokens), or an
 /// automatic size): sequences of similar length run together, the longest first, and every micro-batch is
 /// padded only to its own longest. In a closure it is a tensor, `[samples, width, ...]`. Outputs return in the
-/// order of the mini-batch; those with one item per token are padded with zeros to the longest of all.
+/// order of the mini-batch. Outputs with one item per token are padded with zeros to the longest sequence of all.
 ///
 /// ```
 /// use brimful::batch::Sequences;

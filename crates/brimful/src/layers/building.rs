@@ -102,7 +102,7 @@ impl Layers {
         Ok(found)
     }
 
-    /// Number of parameters that the model trains. Allocates no tensors.
+    /// Returns the number of parameters that the model trains. Allocates no tensors.
     ///
     /// # Errors
     /// As [`Layers::build`].
@@ -121,7 +121,7 @@ impl Layers {
         Ok(vs.variables().into_iter().map(|(name, tensor)| (name, tensor.size())).collect())
     }
 
-    /// Number of parameters that each layer trains; shared ones count for their owner.
+    /// Returns the number of parameters that each layer trains; shared ones count for their owner.
     ///
     /// # Errors
     /// As [`Layers::build`].
@@ -139,7 +139,7 @@ impl Layers {
         self.list.iter().enumerate().map(count).collect()
     }
 
-    /// Number of trained parameters that each layer uses: shared ones count for every layer that uses them.
+    /// Returns the number of trained parameters that each layer uses: shared ones count for every layer that uses them.
     ///
     /// # Errors
     /// As [`Layers::build`].

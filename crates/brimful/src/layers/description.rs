@@ -12,8 +12,8 @@ use super::skips::{Name, Skip};
 use crate::oom::{self, Caught};
 use crate::{Error, Result, nn};
 
-/// Builds a layer under its own path. The second path is that of the layer whose variables it shares; without
-/// one, it is the layer's own.
+/// Function that builds a layer under its own path. The second path is that of the layer whose variables it
+/// shares, or its own path if it shares none.
 pub(super) type Build = dyn Fn(&Path, &Path) -> Module + Send + Sync;
 
 /// Entry of the list.

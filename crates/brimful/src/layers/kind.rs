@@ -12,9 +12,9 @@ use crate::nn::in_kind;
 impl Layers {
     /// Builds these layers with floating-point variables of this dtype.
     ///
-    /// Initial values are drawn in f32 and rounded: those of a [`spread_weight`](crate::nn::spread_weight), such as a
-    /// [`Projection`](crate::nn::Projection)'s, 4,194,304 at a time, those of any other variable when its layer is
-    /// built. So the whole model never exists in f32, as it does before a `VarStore::set_kind`.
+    /// Initial values are drawn in f32 and rounded. A [`spread_weight`](crate::nn::spread_weight), such as a
+    /// [`Projection`](crate::nn::Projection)'s, is rounded 4,194,304 values at a time, any other variable when its
+    /// layer is built. So the whole model never exists in f32, as it does before a `VarStore::set_kind`.
     ///
     /// ```
     /// use brimful::Layers;

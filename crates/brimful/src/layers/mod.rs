@@ -69,8 +69,7 @@ pub(crate) use skips::Stashed;
 /// A model as a list of named layers.
 ///
 /// A layer's variables are saved under its name, whatever else is in the list and however it is split. So every
-/// layer needs a name of its own; [`Layers::build`] and [`Layers::check`] report those that are missing or
-/// equal.
+/// layer needs a name of its own; [`Layers::build`] and [`Layers::check`] report missing and duplicate names.
 #[derive(Clone, Default)]
 pub struct Layers {
     list: Vec<Description>,
@@ -148,8 +147,8 @@ impl Layers {
         })
     }
 
-    /// Appends a normalisation over several tensors, of which it normalises the first: it can also add a
-    /// shortcut to it.
+    /// Appends a normalisation over several tensors. It normalises the first one, to which it can also add a
+    /// shortcut.
     ///
     /// ```
     /// # use brimful::Layers;
@@ -231,8 +230,8 @@ impl Layers {
         built.with_last(|last| last.shares = Some(with.into()))
     }
 
-    /// Declares that the last layer computes the same as the one before it, with weights of its own, as the
-    /// blocks of a transformer do: a profile measures the two once.
+    /// Declares that the last layer computes the same as the layer before it, with different weights, like the
+    /// blocks of a transformer. A profile measures such layers once.
     ///
     /// ```
     /// # use brimful::{Layers, balance};
@@ -266,7 +265,7 @@ impl Layers {
         self.add_fn_t(name, move |x, _| function(x))
     }
 
-    /// Appends a function with a second argument that says whether it is training.
+    /// Appends a function whose second argument is true in training.
     #[must_use]
     pub fn add_fn_t<F>(self, name: impl Into<String>, function: F) -> Self
     where
@@ -279,9 +278,10 @@ impl Layers {
         })
     }
 
-    /// Stashes its input under this name for every later layer that pops it, and passes it on.
+    /// Appends a layer that stashes its input under this name for every later layer that pops it, and returns it
+    /// unchanged.
     ///
-    /// The stash is a layer of that name itself, in the balance too.
+    /// The stash is a layer of that name, and counts as one in the balance.
     #[must_use]
     pub fn stash(self, skip: impl Into<String>) -> Self {
         self.push(skip, |_, _| Module::Stash).with_last(|last| last.stashes = true)
@@ -311,7 +311,7 @@ impl Layers {
         built.popping(skip)
     }
 
-    /// Appends all layers of another list, each named `name.its own name`, including skips.
+    /// Appends all layers of another list. Their names, and those of their skips, get the prefix `name.`.
     #[must_use]
     pub fn add_layers(mut self, name: impl Into<String>, inner: Layers) -> Self {
         let name = name.into();
@@ -319,7 +319,7 @@ impl Layers {
         self
     }
 
-    /// Number of layers.
+    /// Returns the number of layers.
     pub fn len(&self) -> usize {
         self.list.len()
     }
@@ -343,7 +343,7 @@ impl Layers {
         Ok(names::shared(&self.list))
     }
 
-    /// Returns the skip connections: the position of the stash with that of each pop, in the order of the stashes.
+    /// Returns the skip connections as pairs (stash, pop) of positions, in the order of the stashes.
     ///
     /// # Errors
     /// As [`Layers::check`].
@@ -385,7 +385,7 @@ impl Layers {
         self
     }
 
-    /// Lets the last layer pop this skip.
+    /// Makes the last layer pop this skip.
     fn popping(self, skip: impl Into<String>) -> Self {
         self.with_last(|last| last.pops = Some(skips::Name::new(skip.into())))
     }
@@ -398,7 +398,7 @@ impl Layers {
     }
 }
 
-/// Replaces the first tensor by what `function` makes of it; the others stay as they are.
+/// Replaces the first tensor by the result of `function`; the others stay as they are.
 fn with_first(x: &[Tensor], function: impl FnOnce(&Tensor) -> Tensor) -> Vec<Tensor> {
     let Some((first, others)) = x.split_first() else { return Vec::new() };
     let others = others.iter().map(Tensor::shallow_clone);

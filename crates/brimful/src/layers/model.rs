@@ -53,7 +53,7 @@ impl Model {
         Self { first, layers }
     }
 
-    /// Number of layers.
+    /// Returns the number of layers.
     pub fn len(&self) -> usize {
         self.layers.len()
     }
@@ -77,7 +77,7 @@ impl Model {
     ///
     /// # Panics
     ///
-    /// When a layer does, or receives another number of tensors than it takes.
+    /// When a layer panics, or receives another number of tensors than it takes.
     pub fn forward_many(&self, values: &[Tensor], train: bool) -> Vec<Tensor> {
         let values = values.iter().map(Tensor::shallow_clone).collect();
         self.run(values, &mut Stashed::default(), train, |_| {})

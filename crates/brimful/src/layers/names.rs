@@ -27,14 +27,14 @@ pub(super) fn check(list: &[Description]) -> Result<()> {
     check_nesting(list, &positions)
 }
 
-/// Returns the pairs (user, owner) of a list whose names are right.
+/// Returns the pairs (user, owner) of a list whose names have been checked.
 pub(super) fn shared(list: &[Description]) -> Vec<(usize, usize)> {
     let position = |name: &String| list.iter().position(|layer| layer.name == *name);
     let users = list.iter().enumerate();
     users.filter_map(|(i, layer)| Some((i, position(layer.shares.as_ref()?)?))).collect()
 }
 
-/// Returns the skip connections of a list whose names are right: every stash with its pops.
+/// Returns the skip connections of a list whose names have been checked: every stash with its pops.
 pub(super) fn skips(list: &[Description]) -> Result<Vec<Skip>> {
     let stashes = list.iter().enumerate().filter(|(_, layer)| layer.stashes);
     let mut skips: Vec<_> = stashes.map(|(stash, _)| Skip { stash, pops: Vec::new() }).collect();

@@ -49,7 +49,7 @@ impl Stashed {
         self.values.push((stash, values));
     }
 
-    /// Returns the tensors of the stash at this position, which stay for a later pop.
+    /// Returns the tensors of the stash at this position, and keeps them for a later pop.
     pub(crate) fn share(&self, stash: usize) -> Option<Vec<Tensor>> {
         let found = self.values.iter().find(|(position, _)| *position == stash);
         found.map(|(_, values)| values.iter().map(Tensor::shallow_clone).collect())

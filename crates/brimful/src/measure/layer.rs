@@ -234,7 +234,7 @@ fn with_gradients(output: Vec<Tensor>) -> Result<Vec<(Tensor, Tensor)>> {
     traced.map(root).collect()
 }
 
-/// Whether enough runs took about as long as the fastest.
+/// Returns whether enough runs took about as long as the fastest.
 fn agree(runs: &[LayerTimes]) -> bool {
     let all =
         |run: &LayerTimes| run.forward + run.backward + run.input_gradient + run.weight_gradient;

@@ -50,8 +50,8 @@ pub fn measure(layers: &Layers, device: Device, batch: &impl Batch) -> Result<Pr
     measure_of_kind(layers, device, batch, kind, |_| {})
 }
 
-/// Measures as [`measure`] does, with parameters and floating-point inputs of this dtype, which cannot be derived
-/// from tokens. Calls `watch` with each layer as soon as it is measured.
+/// Measures as [`measure`] does, with parameters and floating-point inputs of this dtype, for batches of tokens
+/// that do not determine it. Calls `watch` with each layer as soon as it is measured.
 ///
 /// # Errors
 /// As for [`measure`].
@@ -163,8 +163,8 @@ impl Measurement {
         Ok((LayerCost { name, ..layer }, output, stashed))
     }
 
-    /// Returns the times of a sample and of a call. A layer has one overhead for both directions, their
-    /// mean, so that both add up to the measured time; the two parts of a split backward share it.
+    /// Returns the times of a sample and the overhead of a call. Forward and backward have one overhead, the mean of
+    /// both, so that their sum is as measured. The two parts of a split backward share it.
     fn costs(&self, whole: LayerTimes, part: Option<(i64, LayerTimes)>) -> LayerCost {
         let n = self.samples as f64;
         let fixed = |whole: f64, few: i64, part: f64| {

@@ -176,7 +176,7 @@ impl MicroBatcher {
         self.memory.as_ref().map_or(Ok(()), Memory::reset_peak)
     }
 
-    /// Runs a part of a training step as [`MicroBatcher::guarded`] does.
+    /// Runs a part of a training step in [`MicroBatcher::guarded`], and learns which statistics no layer reports.
     pub(super) fn trained<T>(
         &mut self,
         cut: &mut Cut,
@@ -213,7 +213,7 @@ impl MicroBatcher {
     }
 }
 
-/// Joins the outputs of all micro-batches of these samples; those of a rank without a sample are blank.
+/// Joins the outputs of all micro-batches of these samples. A rank without a sample gets blank outputs.
 pub(super) fn joined<O: Batch>(outputs: Vec<O>, samples: &Samples) -> Result<O> {
     if !outputs.is_empty() {
         return samples.restored(samples.join(outputs)?);

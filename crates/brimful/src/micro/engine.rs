@@ -32,7 +32,7 @@ impl Engine for MicroBatcher {
     }
 
     fn runs_in_pieces(&self, kind: &Kind) -> bool {
-        // A loss on all outputs must cut them all before the needs of a part of them are known.
+        // A loss on all outputs cuts the whole mini-batch before the need of any piece is known.
         kind.used != Use::TrainWhole
     }
 
@@ -74,7 +74,8 @@ impl PartsEngine for MicroBatcher {
 }
 
 impl MicroBatcher {
-    /// Bytes that a step's plan leaves out. CUDA graphs give way to training, but to nothing else.
+    /// Returns the bytes that a step must leave to CUDA graphs. Evaluations leave what graphs keep. Training leaves
+    /// room for captures at the fastest size; at other sizes it leaves nothing, and graphs are dropped if need be.
     pub(crate) fn captures_keep(&self, kind: &Kind, size: MicroBatches) -> Result<Bytes> {
         let Some(memory) = &self.memory else { return Ok(Bytes(0)) };
         Ok(match (kind.is_training(), memory.usage()?.available) {

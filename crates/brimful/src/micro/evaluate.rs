@@ -13,13 +13,13 @@ use crate::step::{
 };
 
 impl MicroBatcher {
-    /// Runs `f` on every micro-batch without gradients, and joins what it returns in sample order.
+    /// Runs `f` on every micro-batch without gradients, and joins the outputs in sample order.
     ///
     /// # Errors
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
         let arranged = Arranged::of(batch);
-        self.in_order(|this| {
+        self.in_format(|this| {
             step::map(
                 this,
                 StepRequest::new(Use::Map, &arranged),
@@ -41,7 +41,7 @@ impl MicroBatcher {
         mut f: impl FnMut(B) -> R,
     ) -> Result<StepReport<R::Outputs>> {
         let arranged = Arranged::of(batch);
-        self.in_order(|this| {
+        self.in_format(|this| {
             let request = StepRequest::new(Use::Evaluate, &arranged);
             step::run(this, request, |this, AttemptContext { cut, handshake, .. }| {
                 let role = handshake.role(0);

@@ -99,13 +99,13 @@ impl MicroBatcher {
     ) -> Result<StepReport<R::Outputs>> {
         let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
-        let step = self.in_order(|this| {
+        let step = self.in_format(|this| {
             step::run(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
                 this.attempt_alone(arranged.batch(), attempt, closure, true, &mut f)
             })
         })?;
         // Measured over whole steps: a memory format also affects the backward and the cost of conversion.
-        self.learn_order(step.samples, step.time);
+        self.learn_format(step.samples, step.time);
         Ok(step)
     }
 
@@ -123,14 +123,14 @@ impl MicroBatcher {
         let is_first = self.state.window.is_none();
         let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
-        let outputs = self.in_order(|this| {
+        let outputs = self.in_format(|this| {
             step::accumulate(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
                 this.attempt_alone(arranged.batch(), attempt, closure, false, &mut f)
             })
         })?;
         // The memory format changes from window to window, so the first part of each gives its rate.
         if is_first {
-            self.learn_order(batch::len(batch)?, start.elapsed());
+            self.learn_format(batch::len(batch)?, start.elapsed());
         }
         Ok(outputs)
     }

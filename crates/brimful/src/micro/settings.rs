@@ -25,9 +25,9 @@ impl MicroBatcher {
         self
     }
 
-    /// On CUDA, captures micro-batches of each shape once as a CUDA graph and replays it: a single launch in
-    /// place of thousands, so that small micro-batches are as fast as large ones. The first three of a shape
-    /// run eagerly, and the third is compared with a replay of it.
+    /// Captures micro-batches of each shape once as a CUDA graph and replays it: a single launch in place of
+    /// thousands, so that small micro-batches are as fast as large ones. The first three of a shape run eagerly,
+    /// and the third is compared with a replay of it.
     ///
     /// A replay does not call the closure, so the closure must do the same each time:
     ///
@@ -58,7 +58,8 @@ impl MicroBatcher {
 
     /// Sets the memory format of images and convolutions. Formats other than [`MemoryFormat::AsIs`] change the
     /// strides of inputs and of parameters of four or five dimensions, so a closure must not `view` across
-    /// them; a closure that does runs as before. In a [world](MicroBatcher::join) no format is measured.
+    /// them. With [`MemoryFormat::Measured`], a closure that does so keeps its own format. In a
+    /// [world](MicroBatcher::join) no format is measured.
     pub fn memory_format(mut self, memory_format: MemoryFormat) -> Self {
         self.set_memory_format(memory_format);
         self
@@ -152,7 +153,7 @@ impl MicroBatcher {
     }
 
     /// Learns from a step which memory format is faster.
-    pub(crate) fn learn_order(&mut self, samples: usize, time: Duration) {
+    pub(crate) fn learn_format(&mut self, samples: usize, time: Duration) {
         if let Some(factor) = self.format_choice.observe(samples, time, self.graphs.new) {
             self.state.sizes.rearranged(factor);
         }

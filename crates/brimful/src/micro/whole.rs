@@ -45,7 +45,7 @@ impl MicroBatcher {
             return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }
         let arranged = Arranged::of(batch);
-        self.in_order(|this| {
+        self.in_format(|this| {
             step::run(this, StepRequest::new(Use::TrainWhole, &arranged), |this, context| {
                 this.attempt_whole(arranged.batch(), context, &mut forward, &mut loss)
             })
@@ -72,8 +72,8 @@ impl MicroBatcher {
                     Accumulator::begin(own, &this.variables)?.summing_others(true);
                 let loss = in_users_order(samples, &outputs, &mut *loss)?;
                 let tally = weighed(&mut accumulator, loss, &outputs)?;
-                // The second pass draws the same numbers as the first, and then the generators return to their
-                // state after the loss: the next step does not depend on there having been two passes.
+                // The second pass draws the same numbers as the first. Afterwards the generators return to their
+                // state after the loss, so the next step draws as if there had been one pass.
                 let after = Randomness::now(this.device)?;
                 let gradients = RowGradients::of(&outputs);
                 feed::each(batch, &ranges, &this.copy_streams, |i, micro_batch| {
@@ -90,8 +90,8 @@ impl MicroBatcher {
         })
     }
 
-    /// Returns all outputs, without a graph, and the state of the generators before each micro-batch. Running
-    /// statistics stay as they are.
+    /// Runs forward on every micro-batch without a graph. Returns all outputs, and the state of the generators before
+    /// each micro-batch. Running statistics stay as they are.
     fn forward_once<B: Batch, O: Batch>(
         &self,
         batch: &B,

@@ -23,8 +23,8 @@ pub enum BatchNormPolicy {
     /// Running statistics never move, and normalise in training too.
     Frozen,
     /// Running statistics move once a step, and the whole mini-batch's statistics normalise every micro-batch:
-    /// outputs and gradients are those of the full batch. For [`Pipeline`](crate::Pipeline)s on one device,
-    /// whose list adds the layer by [`Layers::add_norm`](crate::Layers::add_norm).
+    /// outputs and gradients are those of the full batch. Only for [`Pipeline`](crate::Pipeline)s on one device,
+    /// and only for layers added by [`Layers::add_norm`](crate::Layers::add_norm).
     Exact,
 }
 
@@ -127,7 +127,7 @@ impl BatchNorm {
         norm
     }
 
-    /// Normalises `input`; in training, by its own statistics. [With a ReLU](Self::with_relu), applies it too.
+    /// Normalises `input`, in training by its own statistics. A layer [with a ReLU](Self::with_relu) applies it too.
     ///
     /// # Errors
     /// When the input has another number of dimensions or channels than the layer.
@@ -226,13 +226,13 @@ impl BatchNorm {
         or_panic(self.f_forward_relu_pool(input, train))
     }
 
-    /// Adds a ReLU behind the layer: `forward_t` applies both, fused where there are kernels for it.
+    /// Adds a ReLU after the layer: `forward_t` applies both, fused where there are kernels for it.
     #[must_use]
     pub fn with_relu(self) -> Self {
         Self { relu: true, ..self }
     }
 
-    /// Returns the source and the destination of this input's statistics.
+    /// Returns the statistics that normalise this input, or those that it updates.
     fn movement(&self, input: &Tensor, train: bool) -> Result<Movement> {
         let shape = input.size();
         let channels = self.channels;
@@ -262,18 +262,18 @@ impl BatchNorm {
         Ok(Movement { running, affine: self.affine(), training: true, momentum })
     }
 
-    /// Normalises by the running statistics, which stay as they are.
+    /// Returns a movement that normalises by the running statistics and leaves them unchanged.
     fn unmoved(&self) -> Movement {
         let Running { mean, variance, .. } = &self.running;
         Movement::none(mean.shallow_clone(), variance.shallow_clone(), self.affine())
     }
 
-    /// Weight and bias, if there are any.
+    /// Returns weight and bias, if there are any.
     fn affine(&self) -> [Option<Tensor>; 2] {
         [&self.weight, &self.bias].map(|one| one.as_ref().map(Tensor::shallow_clone))
     }
 
-    /// Normalises by the whole mini-batch's statistics, as if they were running ones.
+    /// Returns a movement that normalises by the whole mini-batch's statistics, as if they were running statistics.
     fn met(&self, met: NormStatistics, input: &Tensor) -> Result<Movement> {
         if !met.is_of(input) {
             return Err(NnError::ChangedInput { shape: input.size() }.into());
@@ -294,7 +294,7 @@ impl BatchNorm {
     }
 }
 
-/// Effect of one input on running statistics: those that it moves, or that normalise it.
+/// Weight, bias and statistics for one input, which either updates the statistics or is normalised by them.
 struct Movement {
     running: Option<(Tensor, Tensor)>,
     /// Weight and bias.
@@ -304,14 +304,14 @@ struct Movement {
 }
 
 impl Movement {
-    /// Normalises by these statistics, which stay as they are.
+    /// Returns a movement that normalises by these statistics and leaves them unchanged.
     fn none(mean: Tensor, variance: Tensor, affine: [Option<Tensor>; 2]) -> Self {
         Self { running: Some((mean, variance)), affine, training: false, momentum: 0.0 }
     }
 }
 
-/// Returns the tensor for a second use, such as a shortcut. If it is a BatchNorm's output, that layer's own
-/// backward adds up the gradients of both uses; otherwise it is the tensor itself.
+/// Returns a handle to the tensor for a second use, such as a shortcut. If the tensor is a BatchNorm's output, that
+/// layer's own backward adds up the gradients of both uses. Any other tensor is returned as it is.
 ///
 /// # Errors
 ///

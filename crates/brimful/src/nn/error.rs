@@ -24,7 +24,7 @@ pub enum NnError {
         /// The input's shape.
         shape: Vec<i64>,
     },
-    /// An exact layer outside a pipeline, which alone can wait for the other micro-batches.
+    /// An exact layer that `add_norm` did not add: only a pipeline can wait for the other micro-batches.
     #[error(
         "BatchNormPolicy::Exact normalises by the statistics of all micro-batches, which are known only to a \
          pipeline, and only for a layer that was added by `add_norm`:\n    \
@@ -38,7 +38,7 @@ pub enum NnError {
         /// The layer's channels.
         channels: i64,
     },
-    /// An exact layer whose input is not the tensor that its layer in the list was given.
+    /// An exact layer that normalises another tensor than the first input of its layer in the list.
     #[error(
         "a layer added by `add_norm` must normalise its first input unchanged, but this layer first made a \
          tensor of shape {shape:?} from it: do that in the layer before"
@@ -110,7 +110,7 @@ pub enum NnError {
         place: i64,
         /// Number of classes.
         classes: i64,
-        /// Target that marks positions which do not count.
+        /// Target of positions that are ignored.
         ignored: i64,
     },
     /// A smoothing outside 0 to 1.

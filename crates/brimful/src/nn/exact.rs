@@ -100,13 +100,13 @@ impl ExactNorm {
         Ok(WholeBatchNorm { mean, variance, factor, affine, probes, trains, eps: self.eps })
     }
 
-    /// Returns the trained ones of weight and bias, with their index among a micro-batch's probes.
+    /// Returns weight and bias if they are trained, each with its index among a micro-batch's probes.
     pub(crate) fn trained(&self) -> impl Iterator<Item = (usize, &Tensor)> {
         let here = self.affine.iter().enumerate().filter_map(|(at, p)| Some((at, p.as_ref()?)));
         here.filter(|(_, parameter)| parameter.requires_grad())
     }
 
-    /// Normalises by these statistics until the guard is dropped.
+    /// Makes the layer normalise by these statistics until the guard is dropped.
     pub(crate) fn lend(&self, statistics: NormStatistics) -> LentStatistics {
         self.place.set(Some(statistics));
         LentStatistics(self.place.clone())
@@ -127,8 +127,8 @@ impl WholeBatchNorm {
         }
     }
 
-    /// Returns weight and bias of the missing part of the gradients, from the probes' sums over all
-    /// micro-batches, 2 × channels.
+    /// Returns the weight and bias with which a BatchNorm of the input is the missing part of its gradient. `sums` has
+    /// the gradients of the probes, summed over all micro-batches (2 × channels).
     pub(crate) fn missing(&self, sums: &Tensor) -> Result<[Tensor; 2]> {
         let both = sums.f_mul(&self.factor)?;
         Ok([both.f_select(0, 0)?, both.f_select(0, 1)?])
@@ -180,7 +180,7 @@ impl LentPlace {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = norm;
     }
 
-    /// Returns the statistics, which stay for a second use of the layer.
+    /// Returns the statistics, and keeps them for a second use of the layer.
     pub(super) fn shared(&self) -> Option<NormStatistics> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(NormStatistics::share)
     }

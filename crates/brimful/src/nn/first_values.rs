@@ -1,4 +1,4 @@
-//! First values of weights, drawn in one dtype and kept in another without being whole in both.
+//! Initial values of weights, drawn in one dtype and stored in another, piece by piece.
 
 use std::cell::Cell;
 
@@ -10,11 +10,11 @@ use tch::{Kind, Tensor};
 const PIECE: i64 = 1 << 22;
 
 thread_local! {
-    /// Dtype of the weights that this thread makes, where it is not that of their store.
+    /// Dtype of the weights that this thread makes, if it is not their store's.
     static KIND: Cell<Option<Kind>> = const { Cell::new(None) };
 }
 
-/// Guard of [`in_kind`]; dropped, the dtype before holds again.
+/// Guard of [`in_kind`], which restores the previous dtype when it is dropped.
 #[derive(Debug)]
 #[must_use = "weights have their store's dtype again when the guard is dropped"]
 pub(crate) struct InKind(Option<Kind>);
@@ -37,7 +37,7 @@ pub(crate) fn in_kind(kind: Kind) -> InKind {
 pub fn spread_weight(path: &Path, shape: &[i64], spread: f64) -> Tensor {
     let drawn = path.kind();
     let weight = Tensor::zeros(shape, (KIND.get().unwrap_or(drawn), path.device()));
-    // What has no memory has no values, and may be of any size.
+    // A meta tensor has no values to draw, and may be of any size.
     if !meta::is_entered() {
         draw(&weight, drawn, spread);
     }
@@ -74,7 +74,7 @@ mod tests {
     const SHAPE: [i64; 2] = [6_145, 2_048];
     const SPREAD: f64 = 0.02;
 
-    /// The weight of a model of one layer.
+    /// Returns the weight of a model with one layer.
     fn built(layers: &Layers) -> Tensor {
         let store = VarStore::new(Device::Cpu);
         layers.build_range_with_rng(&store.root(), 0..1, StepRng::new(3, 0)).expect("a model");

@@ -1,7 +1,7 @@
-//! Kernels of our own for the layers of this module: whether they run, the cause if not, and a switch.
+//! Custom CUDA kernels for the layers of this module: their state, and a switch.
 //!
-//! They run on CUDA for channels-last tensors in bf16, f16 and f32. Elsewhere, and if one cannot be compiled,
-//! libtorch's own operations run, with equal results up to rounding.
+//! They run on CUDA in bf16, f16 and f32; those of BatchNorm need images in channels-last format. Elsewhere, and
+//! if one cannot be compiled, libtorch's own operations run, with equal results up to rounding.
 
 use brimful_torch::TorchError;
 use tch::Device;
@@ -15,8 +15,7 @@ pub fn state(device: Device) -> String {
     brimful_torch::kernels::state(device).to_string()
 }
 
-/// Converts a layer's result. Logs once for each cause why libtorch's operations ran where a kernel of ours
-/// could have.
+/// Converts a layer's result. Logs, once for each cause, that libtorch's operations ran in place of our kernels.
 pub(super) fn reported<T>(done: std::result::Result<T, TorchError>) -> Result<T> {
     for cause in brimful_torch::kernels::refusals() {
         tracing::warn!(cause, "libtorch's kernels run in the place of our own");

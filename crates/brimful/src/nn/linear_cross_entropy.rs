@@ -10,11 +10,11 @@ use crate::nn::error::NnError;
 use crate::nn::kernels::reported;
 use brimful_plan::bytes::Bytes;
 
-/// Default memory of a chunk's logits: each chunk reads and writes the sum of the weight's gradient, which
-/// smaller chunks do more often.
+/// Default memory of a chunk's logits. Each chunk reads and writes the sum of the weight's gradient, so smaller
+/// chunks are slower.
 const CHUNK: Bytes = Bytes(256 << 20);
-/// Divisor of a device's memory limit, which bounds a chunk too. The limit, because free memory changes from
-/// call to call: the rounding of sums would change with it, and CUDA graphs would differ from eager runs.
+/// Divisor of a device's memory limit; the quotient is the largest chunk. Free memory would not do: it changes from
+/// call to call, and with it the rounding of sums, so CUDA graphs would differ from eager runs.
 const PART_OF_DEVICE: u64 = 16;
 
 /// Settings of [`linear_cross_entropy`].
@@ -38,16 +38,17 @@ impl Default for LinearCrossEntropyConfig<'_> {
     }
 }
 
-/// Computes the mean cross-entropy of `hidden · weightᵀ + bias` at the targets, over those that are not
-/// ignored, or weighted by their classes.
+/// Computes the mean cross-entropy of the logits `hidden · weightᵀ + bias` over all targets that are not ignored,
+/// weighted by [`class_weights`](LinearCrossEntropyConfig::class_weights) if there are any.
 ///
 /// Hidden states have any shape … × width, the weight has classes × width (the table of an embedding, for a
-/// tied head), and targets are integers of the shape …. The logits are computed for a chunk of positions at a
-/// time, and their gradient at once, in the same memory. So the memory of several times positions × classes
-/// shrinks to one chunk and the weight's own gradient. Where all logits take no more than these two, and at
-/// most three times the gradient, their gradient waits for the backward instead, and the weight's gradient is
-/// added directly to a step's sum, which is faster. Do not change the hidden states in place before the
-/// backward. Half precision is summed in f32.
+/// tied head), and targets are integers of the shape …. Half precision is summed in f32. Do not change the hidden
+/// states in place before the backward.
+///
+/// The logits are computed for a chunk of positions at a time, and their gradient at once, in the same memory. So
+/// the memory of several times positions × classes shrinks to one chunk and the weight's own gradient. If all
+/// logits take no more than these two, and at most three times the gradient, their gradient is kept until the
+/// backward. The weight's gradient is then added directly to a step's sum, which is faster.
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;

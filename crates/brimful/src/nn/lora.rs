@@ -26,8 +26,8 @@ pub struct Lora {
     /// Names of the adapted projections or their ends after a dot, such as `q_proj` or `self_attn.q_proj`;
     /// empty for all projections.
     pub targets: Vec<String>,
-    /// Settings of projections with a rank and an alpha of their own, which their targets name; if several match,
-    /// the first counts.
+    /// Different rank and alpha for some of the adapted projections: the first entry whose `targets` name a
+    /// projection applies to it.
     pub overrides: Vec<Self>,
 }
 
@@ -98,7 +98,7 @@ impl Lora {
         let (Some((_, down)), Some((_, up)), Some(scale)) = (part(DOWN), part(UP), scale) else {
             return Ok(weight.shallow_clone());
         };
-        let added = up.f_detach()?.f_mm(&down.f_detach()?)? * scale;
+        let added = up.f_detach()?.f_mm(&down.f_detach()?)?.f_mul_scalar(scale)?;
         let added = if inputs_first { added.f_tr()? } else { added };
         Ok(weight.f_detach()?.f_add(&added)?)
     }

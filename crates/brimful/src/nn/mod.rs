@@ -1,8 +1,8 @@
 //! Layers: BatchNorm for micro-batches, alone or fused with the ReLU behind it; fused norms and activations of
 //! transformers; projections with or without LoRA; a head fused with its loss.
 //!
-//! In training every micro-batch is normalised by its own statistics: those of the mini-batch are not known
-//! before its last sample ([`BatchNormPolicy::Exact`] waits for it). Evaluation uses the running statistics,
+//! In training every micro-batch is normalised by its own statistics, because the mini-batch's are known only
+//! after its last sample ([`BatchNormPolicy::Exact`] waits for it). Evaluation uses the running statistics,
 //! which by default are those of the whole mini-batch:
 //!
 //! ```

@@ -30,7 +30,7 @@ const LAYER_NORM_EPS: f64 = 1e-5;
 /// Default epsilon of mean squares.
 const RMS_NORM_EPS: f64 = 1e-6;
 
-/// Creates a LayerNorm over the last dimension, with the names and initial values of tch's.
+/// Creates a LayerNorm over the last dimension, with the same names and initial values as tch's LayerNorm.
 pub fn layer_norm<'a>(path: impl Borrow<nn::Path<'a>>, width: i64) -> LayerNorm {
     layer_norm_with(path, width, LAYER_NORM_EPS)
 }

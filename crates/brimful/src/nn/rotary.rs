@@ -44,7 +44,7 @@ impl Rotary {
         Self { cos: self.cos.shallow_clone(), sin: self.sin.shallow_clone() }
     }
 
-    /// Number of positions that it has angles for.
+    /// Returns the number of positions for which there are angles.
     pub fn context(&self) -> i64 {
         self.cos.size()[0]
     }

@@ -8,15 +8,15 @@ use super::number_options::{at_least_zero, check_rate, within};
 use super::{OptimError, StateFormat};
 use crate::Result;
 
-/// Adafactor: divides the gradient by the root of its average square, which is known for the rows and the columns of a
-/// parameter's last two dimensions alone. The state of a matrix is thus a row and a column. The learning rate is relative
-/// to the parameter's own size, and falls at least with the inverse root of the step's number.
+/// Adafactor: divides the gradient by the root of its average square. Averages are kept only for the rows and the
+/// columns of a parameter's last two dimensions, so the state of a matrix is a row and a column. The learning rate is
+/// relative to the parameter's own size, and falls at least with the inverse root of the step's number.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[must_use]
 pub struct Adafactor {
     pub(super) learning_rate: f64,
     beta2_decay: f64,
-    /// `None` is the dtype's own.
+    /// Least average of squares; `None` for the machine epsilon of the dtype.
     least_square: Option<f64>,
     least_size: f64,
     threshold: f64,
@@ -24,8 +24,8 @@ pub struct Adafactor {
 }
 
 impl Adafactor {
-    /// Returns the default options with this learning rate, such as 1e-2: share of a step in the averages by its
-    /// number to the power of -0.8, threshold 1, no weight decay.
+    /// Returns the default options with this learning rate, such as 1e-2: beta2 decay -0.8, threshold 1, no weight
+    /// decay.
     pub fn new(learning_rate: f64) -> Self {
         Self {
             learning_rate,
@@ -37,18 +37,18 @@ impl Adafactor {
         }
     }
 
-    /// Sets the exponent of a step's number, whose power is the share of the step in the averages.
+    /// Sets the exponent *d*: step *t*, counted from 1, enters the averages with the weight *t^d*.
     pub fn beta2_decay(self, beta2_decay: f64) -> Self {
         Self { beta2_decay, ..self }
     }
 
-    /// Sets the least average of squares, the machine epsilon of the arithmetic if not set, and the least size (root
-    /// mean square) of a parameter, which steps are relative to.
+    /// Sets two lower bounds: of the averages of squares (by default the machine epsilon of the dtype), and of the
+    /// parameter's size (root mean square), to which the learning rate is relative.
     pub fn eps(self, least_square: f64, least_size: f64) -> Self {
         Self { least_square: Some(least_square), least_size, ..self }
     }
 
-    /// Sets the root mean square that longer directions are shortened to.
+    /// Sets the threshold of clipping: an update with a larger root mean square is scaled down to it.
     pub fn threshold(self, threshold: f64) -> Self {
         Self { threshold, ..self }
     }
@@ -73,7 +73,7 @@ impl Adafactor {
         Err(OptimError::BadOption { option: "threshold", value, remedy }.into())
     }
 
-    /// Returns the format of a vector's squares; rows and columns have no other.
+    /// Returns the format of the averages, which cannot be set.
     pub(super) fn state_format() -> StateFormat {
         StateFormat::F32
     }

@@ -7,7 +7,7 @@ use super::number_options::{at_least_zero, check_rate};
 use super::{OptimError, StateFormat};
 use crate::Result;
 
-/// Adam: steps along the average gradient over the root of the average squared one. Weight decay
+/// Adam: steps along the average gradient, divided by the root of the average squared gradient. Weight decay
 /// is added to the gradient.
 pub type Adam = AdamWith<false>;
 
@@ -62,7 +62,7 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
         Self { amsgrad, ..self }
     }
 
-    /// Sets the number format of the state.
+    /// Sets the format of the state.
     pub fn state_format(self, state_format: StateFormat) -> Self {
         Self { state_format, ..self }
     }
@@ -80,7 +80,7 @@ impl<const DECOUPLED: bool> AdamWith<DECOUPLED> {
             .into())
     }
 
-    /// Number of moments of a parameter.
+    /// Returns the number of moments of a parameter.
     pub(super) fn moments(&self) -> usize {
         if self.amsgrad { 3 } else { 2 }
     }

@@ -7,7 +7,7 @@ use tch::Tensor;
 #[derive(Debug, Default)]
 pub(super) struct OptimizerGraphs {
     pub(super) wanted: bool,
-    /// Addresses at the last step; `calm_steps` counts the steps that they were unchanged.
+    /// Addresses at the last step; `calm_steps` counts the consecutive steps with these addresses.
     pub(super) places: Vec<usize>,
     pub(super) calm_steps: usize,
     pub(super) captured: Option<Captured>,

@@ -32,8 +32,9 @@ impl GradientNorm {
 /// Multiplies all gradients by one factor so that their 2-norm, taken as one vector, is at most `max_norm`;
 /// smaller ones stay as they are. Returns the norm before clipping.
 ///
-/// A non-finite norm makes the gradients non-finite. Half-precision gradients are multiplied by the factor
-/// rounded to their dtype, so their norm may exceed the bound by that rounding.
+/// If the norm is NaN, all gradients become NaN. If it is infinite, finite elements become 0 and infinite ones NaN.
+/// Half-precision gradients are multiplied by the factor rounded to their dtype, so their norm may exceed the
+/// bound by that rounding.
 ///
 /// # Errors
 /// When `max_norm` is not above 0, no parameter has a gradient, or memory runs out. The gradients are
@@ -60,7 +61,7 @@ pub(crate) fn check_max_norm(max_norm: f64) -> Result<()> {
     within("max_norm", max_norm, max_norm > 0.0, "give a number above 0")
 }
 
-/// Returns the factor for gradients of this norm; non-finite where the norm is.
+/// Returns the factor for gradients of this norm: at most 1, 0 for an infinite norm, and NaN for NaN.
 pub(crate) fn clip_factor(norm: f64, max_norm: f64) -> f64 {
     let factor = max_norm / (norm + EPS);
     if factor > 1.0 { 1.0 } else { factor }

@@ -1,11 +1,11 @@
-//! Number format of an optimizer's state.
+//! Format of an optimizer's state: f32, bf16, or 8 bits with scales.
 
 use brimful_torch::optim::GROUP;
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 
-/// Number format of the averages that an optimizer keeps for each parameter. Arithmetic is in f32 whatever the
-/// format. An f64 parameter has its averages in f64.
+/// Format of the averages that an optimizer keeps for each parameter. Arithmetic is in f32 whatever the format.
+/// An f64 parameter has its averages in f64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum StateFormat {
@@ -13,18 +13,19 @@ pub enum StateFormat {
     #[default]
     #[serde(rename = "f32")]
     F32,
-    /// Two bytes a number, rounded up or down at random: an average that changes by less than its last digit at a
-    /// step does change over many.
+    /// Two bytes a number, with stochastic rounding: changes smaller than the last digit still add up over many
+    /// steps.
     #[serde(rename = "bf16")]
     Bf16,
-    /// One byte a number, in groups of 128 consecutive ones with an f32 scale; rounded as `Bf16`. A byte holds the
-    /// root of the number's share of its group's largest, or the fourth root for averages of squares.
+    /// One byte a number, with an f32 scale for each group of 128 consecutive numbers, and stochastic rounding. A
+    /// byte holds the square root of the number divided by the largest one of its group, or the fourth root for
+    /// averages of squares.
     #[serde(rename = "8bit")]
     EightBit,
 }
 
 impl StateFormat {
-    /// Dtype of the elements of moment number `at` of a parameter of this dtype.
+    /// Returns the dtype of the elements of moment number `at` of a parameter of this dtype.
     pub(super) fn kind(self, parameter: Kind, at: usize) -> Kind {
         match (parameter, self) {
             (Kind::Double, _) => Kind::Double,
@@ -37,12 +38,12 @@ impl StateFormat {
     }
 }
 
-/// Whether elements of this dtype have scales.
+/// Returns whether elements of this dtype have scales.
 pub(super) fn is_eight_bit(kind: Kind) -> bool {
     matches!(kind, Kind::Int8 | Kind::Uint8)
 }
 
-/// Number of scales of so many 8-bit elements.
+/// Returns the number of scales for this many 8-bit elements.
 pub(super) fn scales_of(elements: usize) -> usize {
     elements.div_ceil(GROUP)
 }

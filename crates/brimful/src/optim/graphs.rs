@@ -1,8 +1,8 @@
 //! Optimizer steps as CUDA graphs: captured once and replayed while no tensor moves.
 //!
 //! A CUDA graph holds addresses, not tensors. So each step reads the addresses of parameters, gradients and
-//! state. Where they were unchanged a few times in a row, the step is captured, with the learning rates as
-//! tensors, which change without a new capture. Otherwise the step runs normally.
+//! state. If they were unchanged for a few steps, the step is captured; otherwise it runs normally. Learning rates
+//! are tensors in the graph, so they can change without a new capture.
 
 use brimful_torch::autograd::count_change;
 use brimful_torch::graph::{self, Pool};
@@ -30,7 +30,7 @@ impl Optimizer {
         self
     }
 
-    /// Number of steps that were replayed.
+    /// Returns the number of steps that were replayed.
     pub fn replayed(&self) -> usize {
         self.graphs.replayed
     }
@@ -46,8 +46,8 @@ impl Optimizer {
             self.graphs.places = places;
             return Ok(false);
         }
-        // Not counted before: gradients that are allocated anew at every step have another address each
-        // time.
+        // Counts only unchanged addresses: gradients that are allocated anew have another address at every
+        // step.
         self.graphs.calm_steps += 1;
         if self.graphs.captured.is_none() && !self.capture(device)? {
             return Ok(false);
@@ -80,8 +80,8 @@ impl Optimizer {
         }
     }
 
-    /// Returns the addresses of all that a step reads or writes, if that is on one CUDA device and no state
-    /// is missing.
+    /// Returns the addresses of all tensors that a step reads or writes; `None` unless all are on one CUDA device
+    /// and no state is missing.
     fn places(&self) -> Result<Option<(Device, Vec<usize>)>> {
         let mut places = Vec::with_capacity(4 * self.parameters.len());
         let mut device = None;

@@ -31,7 +31,7 @@ pub(super) type Slot = (&'static str, Extent);
 /// Shape of a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Extent {
-    /// Parameter's own.
+    /// Shape of the parameter.
     Whole,
     /// One number for each row of the last two dimensions.
     Rows,
@@ -40,7 +40,7 @@ pub(super) enum Extent {
 }
 
 impl Extent {
-    /// Returns its shape for a parameter of this shape; `None` if that is the parameter's.
+    /// Returns the moment's shape for a parameter of this shape; `None` if both are the same.
     pub(super) fn shape(self, parameter: &[i64]) -> Option<Vec<i64>> {
         let one = match self {
             Self::Whole => return None,
@@ -104,7 +104,7 @@ impl Method {
         }
     }
 
-    /// Moments that are kept for a parameter of this many dimensions.
+    /// Returns the moments that are kept for a parameter of this many dimensions.
     pub(super) fn moments(&self, dimensions: usize) -> &'static [Slot] {
         const ADAM: &[Slot] = &[
             ("exp_avg", Extent::Whole),
@@ -124,22 +124,22 @@ impl Method {
         }
     }
 
-    /// Whether the method counts the steps of each parameter.
+    /// Returns whether the method counts the steps of each parameter.
     pub(super) fn counts(&self) -> bool {
         !matches!(self, Self::Sgd(_) | Self::Muon(_))
     }
 
-    /// Whether an update needs the whole parameter, in the order of its dimensions.
+    /// Returns whether an update needs the whole parameter at once, contiguous in memory.
     pub(super) fn is_whole(&self) -> bool {
         matches!(self, Self::Adafactor(_) | Self::Muon(_))
     }
 
-    /// Whether the parameter can be updated where it is.
+    /// Returns whether the parameter can be updated in its own memory, not in a copy.
     pub(super) fn updates_in_place(&self, tensor: &Tensor) -> bool {
         fits(tensor, tensor) && (tensor.is_contiguous() || !self.is_whole())
     }
 
-    /// Returns the number format of the moments.
+    /// Returns the format of the moments.
     pub(super) fn format(&self) -> StateFormat {
         match self {
             Self::Sgd(config) => config.state_format,
@@ -165,8 +165,8 @@ impl Method {
         }
     }
 
-    /// Updates parameters of one device and dtype. A `rate` replaces the method's own; `scratch` has what
-    /// [`Method::scratch`] asks for.
+    /// Updates parameters of one device and dtype. If `rate` is given, it replaces the method's learning rate.
+    /// `scratch` holds the memory that [`Method::scratch`] asks for.
     pub(super) fn update(
         &self,
         all: &[fused::Update<'_>],

@@ -92,7 +92,7 @@ struct Parameter {
     group: usize,
     /// Its offloading; `None` if it stays on its device.
     offload: Option<OffloadedParameter>,
-    /// `None` until its first step, or until memory is made ready for it.
+    /// `None` until the first step, or until `make_states`.
     state: Option<ParameterState>,
 }
 
@@ -114,8 +114,8 @@ struct ParameterGroup {
 }
 
 impl Optimizer {
-    /// Creates an optimizer of the store's trainable variables, which skips those that are frozen at a
-    /// step. Variables that are created later are not included.
+    /// Creates an optimizer of the store's trainable variables. A step skips variables that are frozen by then.
+    /// Variables that are created later are not included.
     ///
     /// # Errors
     /// When an option is invalid.
@@ -150,7 +150,7 @@ impl Optimizer {
             .for_each(|parameter| parameter.offload = offload(&parameter.name));
     }
 
-    /// Gives the parameters whose names satisfy `members` options and a learning rate of their own.
+    /// Creates a group of the parameters whose names satisfy `members`, with its own options and learning rate.
     ///
     /// # Errors
     /// When an option is invalid, the name is taken, no parameter or one of another group satisfies
@@ -169,7 +169,7 @@ impl Optimizer {
         }
     }
 
-    /// Transfers these parameters into a new group; returns false if there are none.
+    /// Moves these parameters to a new group; returns false if there are none.
     fn form_group(
         &mut self,
         name: &str,
@@ -180,7 +180,7 @@ impl Optimizer {
         let mut any = false;
         for parameter in self.parameters.iter_mut().filter(|parameter| is_member(parameter)) {
             parameter.group = index;
-            // Made for the old options, with no step taken since.
+            // It was made for the old options, and no step was taken with it.
             parameter.state = None;
             any = true;
         }
@@ -190,7 +190,7 @@ impl Optimizer {
         any
     }
 
-    /// Whether a group of these parameters can be created.
+    /// Checks that a group of these parameters can be created.
     pub(crate) fn check_group(
         &self,
         name: &str,
@@ -228,7 +228,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Scales the gradients down together where their 2-norm exceeds `max_norm`: see
+    /// Scales the gradients down together if their 2-norm exceeds `max_norm`: see
     /// [`clip_gradient_norm`].
     ///
     /// # Errors
@@ -286,7 +286,7 @@ impl Optimizer {
         self.groups.iter().map(|group| group.name.as_str())
     }
 
-    /// Returns the method of a parameter: its group's, or what that is for its number of dimensions.
+    /// Returns the method of the parameter's group, resolved for the parameter's number of dimensions.
     fn method_of(&self, parameter: &Parameter) -> Method {
         self.groups[parameter.group].method.of(parameter.tensor.dim())
     }
@@ -303,7 +303,7 @@ impl Optimizer {
     }
 }
 
-/// Address and strides of a tensor, which clones of it share.
+/// Returns the address, size and strides of a tensor, which are the same for its shallow clones.
 fn place(tensor: &Tensor) -> (*mut c_void, Vec<i64>, Vec<i64>) {
     (tensor.data_ptr(), tensor.size(), tensor.stride())
 }
@@ -348,7 +348,7 @@ fn check_named(named: &[(String, Tensor)]) -> Result<()> {
     Ok(())
 }
 
-/// Whether elements share memory, as in an expanded tensor.
+/// Returns whether elements share memory, as in an expanded tensor.
 fn overlaps(tensor: &Tensor) -> bool {
     tensor.size().iter().zip(tensor.stride()).any(|(&size, stride)| size > 1 && stride == 0)
 }

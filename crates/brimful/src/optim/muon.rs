@@ -8,9 +8,9 @@ use super::number_options::{at_least_zero, check_rate, within};
 use super::{AdamW, OptimError, StateFormat};
 use crate::Result;
 
-/// Muon: the momentum of each matrix is orthogonalized by some steps of Newton and Schulz's iteration, so that all its
-/// singular values become about one. Parameters of any other number of dimensions are updated by [`AdamW`], with the
-/// same learning rate, weight decay and number format.
+/// Muon: the momentum of each matrix is orthogonalized by a few steps of the Newton-Schulz iteration, so that all its
+/// singular values become about one. Parameters that are not matrices are updated by [`AdamW`], with the same learning
+/// rate, weight decay and state format.
 ///
 /// Embeddings and heads are matrices too, but AdamW suits them better: make them a group
 /// ([`Optimizer::group`](super::Optimizer::group)).
@@ -29,7 +29,7 @@ pub struct Muon {
     pub(super) state_format: StateFormat,
 }
 
-/// How the learning rate of [`Muon`] depends on a matrix's shape.
+/// Adjustment of [`Muon`]'s learning rate to the shape of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -79,7 +79,7 @@ impl Muon {
         Self { steps, coefficients, ..self }
     }
 
-    /// Sets the least norm that a direction is divided by.
+    /// Sets the lower bound of the norm by which the momentum is divided before the iteration.
     pub fn eps(self, eps: f64) -> Self {
         Self { eps, ..self }
     }
@@ -89,7 +89,7 @@ impl Muon {
         Self { adjusted_rate, ..self }
     }
 
-    /// Sets the number format of the state.
+    /// Sets the format of the state.
     pub fn state_format(self, state_format: StateFormat) -> Self {
         Self { state_format, ..self }
     }
@@ -109,13 +109,13 @@ impl Muon {
         Err(OptimError::BadOption { option: "iteration", value, remedy }.into())
     }
 
-    /// Returns the method of parameters that are no matrices.
+    /// Returns the method of parameters that are not matrices.
     pub(super) fn of_others(&self) -> AdamW {
         let adamw = AdamW::new(self.learning_rate).weight_decay(self.weight_decay);
         adamw.state_format(self.state_format)
     }
 
-    /// Returns the settings of the momentum and of a step with no adjustment.
+    /// Returns the settings of the momentum and of a step, before the learning rate is adjusted.
     pub(super) fn options(&self) -> fused::Options {
         let Self { learning_rate: rate, weight_decay, momentum, nesterov, .. } = *self;
         fused::Options {
@@ -154,7 +154,7 @@ impl Muon {
             AdjustedRate::Original => (rows / columns).max(1.0).sqrt(),
             AdjustedRate::MatchRmsAdamw => 0.2 * rows.max(columns).sqrt(),
         };
-        // Weight decay goes by the rate as it was given.
+        // Weight decay is multiplied by the rate, and must not change with the adjustment.
         let (rate_of_step, decay) = (options.rate * ratio, options.weight_decay / ratio);
         let options = fused::Options { rate: rate_of_step, weight_decay: decay, ..options };
         let Self { coefficients, steps, eps, .. } = *self;

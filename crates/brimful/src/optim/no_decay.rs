@@ -26,7 +26,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Whether the group can be made, if it has members.
+    /// Checks that the group can be created.
     pub(crate) fn check_no_decay(&self) -> Result<()> {
         self.check_group(NO_DECAY_GROUP, |_| false, &self.groups[0].method)
     }

@@ -1,4 +1,4 @@
-//! State of offloaded parameters: made before their first update, in memory that their stage chooses.
+//! State of offloaded parameters, which is made before their first update, in memory that their stage chooses.
 
 use tch::{Device, Tensor};
 
@@ -10,7 +10,7 @@ use crate::memory::Arena;
 /// Offloading of a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct OffloadedParameter {
-    /// Part that it is updated in.
+    /// Part of the step in which it is updated: the index of its stage.
     pub(crate) part: usize,
     /// Device that updates it.
     pub(crate) device: Device,
@@ -19,8 +19,8 @@ pub(crate) struct OffloadedParameter {
 }
 
 impl Parameter {
-    /// Whether it is of this part and has a state, or may be updated; `None` is the part of all that stay on their
-    /// device.
+    /// Returns whether the parameter is in this part, and has a state or is trainable. `None` is the part of all
+    /// parameters that are not offloaded.
     fn is_of(&self, part: Option<usize>) -> bool {
         let is_here = self.offload.as_ref().map(|offload| offload.part) == part;
         is_here && (self.state.is_some() || self.tensor.requires_grad())
@@ -28,7 +28,7 @@ impl Parameter {
 }
 
 impl Optimizer {
-    /// Whether every parameter of this part has a state that fits it, all of it `held`.
+    /// Returns whether every parameter of this part has a state that fits it, and `held` is true of all its tensors.
     pub(crate) fn has_states(&self, part: usize, held: impl Fn(&Tensor) -> bool) -> bool {
         let mut parameters = self.parameters.iter().filter(|parameter| parameter.is_of(Some(part)));
         parameters.all(|parameter| {
@@ -39,7 +39,7 @@ impl Optimizer {
         })
     }
 
-    /// Bytes of this part's state at most, each tensor with this alignment.
+    /// Returns an upper bound of the bytes of this part's state, with this alignment of each tensor.
     pub(crate) fn state_bytes(&self, part: usize, alignment: usize) -> u64 {
         let parameters = self.parameters.iter().filter(|parameter| parameter.is_of(Some(part)));
         let bytes = parameters.map(|parameter| {
@@ -52,7 +52,7 @@ impl Optimizer {
     }
 
     /// Makes the states that this part lacks, and passes each tensor of all its states to `place`, which may move it.
-    /// A step that was not taken yet does not see them.
+    /// A step that was prepared before keeps the states that it made itself.
     pub(crate) fn make_states(
         &mut self,
         part: Option<usize>,

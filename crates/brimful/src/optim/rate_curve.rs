@@ -42,8 +42,8 @@ impl RateCurve {
         Self { rate, warmup: 0, shape: CurveShape::Constant, steps: 0, share: 0.0 }
     }
 
-    /// Warms up linearly over `steps` steps, all of which are below the rate itself; the step after them
-    /// has it.
+    /// Warms up linearly over `steps` steps, which all have less than the full rate. The step after them has the
+    /// full rate.
     pub fn warmup(self, steps: usize) -> Self {
         Self { warmup: steps, ..self }
     }

@@ -64,7 +64,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Reads such a state into new memory: the part of loading that may fail.
+    /// Reads a saved state into new memory. All of loading that can fail is here.
     pub(crate) fn read_state(
         &mut self,
         tensors: &[(String, Tensor)],
@@ -129,7 +129,7 @@ impl Optimizer {
         self.groups.iter().map(|group| read_method(group, metadata)).collect()
     }
 
-    /// Checks that the saved parameters are these, in these groups.
+    /// Checks that the saved parameters and their groups are those of this optimizer.
     fn check_names(&self, metadata: &Metadata) -> Result<()> {
         let saved = metadata.iter().filter_map(|(key, group)| {
             key.strip_prefix("parameter.").map(|name| (name, group.as_str()))
@@ -163,7 +163,7 @@ fn read_method(group: &ParameterGroup, metadata: &Metadata) -> Result<Method> {
     Ok(saved)
 }
 
-/// Removes this parameter's tensors from `left`. `None` if there are none.
+/// Removes this parameter's tensors from `left`, and returns copies of them as a state; `None` if there are none.
 ///
 /// # Errors
 /// When only some are there, or one has a different shape or dtype.

@@ -5,18 +5,18 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// Conversions run in pieces of at most 16 Mi elements, or of one tensor: scratch space for all at once
+/// Largest number of elements of a piece, unless it is a single tensor: scratch space for all tensors at once
 /// would double their memory.
 const SCRATCH_ELEMENTS: usize = 16 << 20;
-/// Tensors in scratch space start at multiples of 64 elements: kernels read 16 bytes at once.
+/// Alignment of tensors in scratch space, in elements: kernels read 16 bytes at once.
 const ALIGNMENT: usize = 64;
 
-/// Number of elements of scratch space for a tensor like this.
+/// Returns the number of elements of scratch space for a tensor like this.
 pub(super) fn scratch_elements(like: &Tensor) -> usize {
     like.numel().next_multiple_of(ALIGNMENT)
 }
 
-/// Items with a common key, of a bounded size in scratch space unless it is a single one.
+/// Items with a common key. Their size in scratch space is bounded, unless it is a single item.
 #[derive(Debug)]
 pub(super) struct ScratchPiece<K, T> {
     pub(super) key: K,
@@ -54,8 +54,8 @@ pub(super) fn scratch_for(
     sizes.into_iter().map(new).collect()
 }
 
-/// Copies the tensors of a piece into scratch space of this dtype, each with the strides of its `like`; all of
-/// one device.
+/// Copies the tensors of a piece, all of one device, into scratch space of this dtype. Each copy has the strides of
+/// its tensor in `like`.
 pub(super) fn convert(
     tensors: &[Tensor],
     like: &[&Tensor],

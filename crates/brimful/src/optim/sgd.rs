@@ -55,7 +55,7 @@ impl Sgd {
         Self { nesterov, ..self }
     }
 
-    /// Sets the number format of the state.
+    /// Sets the format of the state.
     pub fn state_format(self, state_format: StateFormat) -> Self {
         Self { state_format, ..self }
     }

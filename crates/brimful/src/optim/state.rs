@@ -12,11 +12,11 @@ use crate::Result;
 /// Step counter, moments and master of one parameter.
 #[derive(Debug)]
 pub(super) struct ParameterState {
-    /// Digits of a half-precision parameter beyond its own, which updates go to: of a bf16 parameter the
-    /// 16 bits by which its f32 master exceeds it, of an f16 parameter the f32 master itself.
+    /// Remainder of a bf16 parameter: the 16 bits by which its f32 master differs from it. Of an f16 parameter,
+    /// the f32 master itself.
     ///
-    /// An element of a bf16 parameter that was set by hand keeps its 16 bits: its master rounds to what was
-    /// set.
+    /// If an element of a bf16 parameter is set by hand, its remainder stays: the new master still rounds to the
+    /// value that was set.
     pub(super) master: Option<Tensor>,
     /// Version of the parameter when it was last rounded from an f32 `master`.
     pub(super) version: i64,
@@ -35,7 +35,7 @@ pub(super) struct Moment {
     pub(super) scales: Option<Tensor>,
 }
 
-/// Version that no parameter has, so its master is compared with it before it is used.
+/// Version that no parameter has: a master with it is compared with the parameter before the next update.
 pub(super) const UNKNOWN_VERSION: i64 = -1;
 
 impl Moment {
@@ -101,21 +101,21 @@ impl ParameterState {
         Ok(Self { master, version: version(tensor), is_new, step, moments })
     }
 
-    /// Whether the parameter can be updated with this state as it is.
+    /// Returns whether the parameter can be updated with this state as it is.
     pub(super) fn is_current(&self, tensor: &Tensor, method: &Method) -> bool {
         self.suits(tensor, method) && !self.is_stale(tensor)
     }
 
-    /// Whether the parameter was set since it was rounded from its f32 master.
+    /// Returns whether the parameter was set since it was rounded from its f32 master.
     pub(super) fn is_stale(&self, tensor: &Tensor) -> bool {
         let has_copy = self.master.as_ref().is_some_and(|master| master.kind() == Kind::Float);
         has_copy && self.version != version(tensor)
     }
 
-    /// Whether it has the parameter's dtype, device and strides.
+    /// Returns whether the state fits the method, and the parameter's dtype, device and strides.
     pub(super) fn suits(&self, tensor: &Tensor, method: &Method) -> bool {
         let dense = method.updates_in_place(tensor);
-        // The state of a parameter of which a copy is updated is contiguous, as the copy is.
+        // If a contiguous copy of the parameter is updated, its state is contiguous too.
         let is_beside = |other: &Tensor, kind: Kind, shape: Option<Vec<i64>>| {
             let there = match shape {
                 None if dense => fits(tensor, other),
@@ -140,8 +140,8 @@ impl ParameterState {
             })
     }
 
-    /// Copies the elements of the parameter that were set since into the master; the others keep their f32
-    /// digits. Allocates nothing beyond the [scratch space](refresh_scratch) made for it.
+    /// Copies the elements of the parameter that were set since the last update to the master; the others keep
+    /// their f32 digits. Allocates nothing beyond the [scratch space](refresh_scratch) made for it.
     pub(super) fn refresh(&self, tensor: &Tensor, scratch: &[Tensor]) -> Result<()> {
         let Some(master) = &self.master else { return Ok(()) };
         for (master, tensor) in pieces(master)?.iter().zip(pieces(&tensor.f_detach()?)?) {
@@ -187,13 +187,13 @@ pub(super) const MASTER: &str = "master";
 pub(super) const REMAINDER: &str = "remainder";
 
 impl Method {
-    /// Size of the state as a multiple of the parameters' size, of parameters in f32: 2 for Adam, 0 for SGD
-    /// without momentum.
+    /// Returns the size of the state relative to the size of f32 parameters: 2 for Adam, 0 for SGD without
+    /// momentum.
     pub fn state_factor(&self) -> f64 {
         self.state_factor_in(Kind::Float)
     }
 
-    /// Size of the state of matrices of this dtype as a multiple of their size, masters included, without
+    /// Returns the size of the state of matrices of this dtype relative to their own size. Includes masters, but not
     /// Adafactor's rows and columns.
     pub fn state_factor_in(&self, kind: Kind) -> f64 {
         let each = |kind: Kind| {
@@ -203,7 +203,7 @@ impl Method {
         self.kinds(kind, 2).map(each).sum::<f64>() / kind.elt_size_in_bytes() as f64
     }
 
-    /// Returns the dtypes of the state's elements for each element of a parameter of so many dimensions.
+    /// Returns the dtypes of the state's elements for each element of a parameter of this many dimensions.
     fn kinds(&self, kind: Kind, dimensions: usize) -> impl Iterator<Item = Kind> {
         let format = self.format();
         let moments = self.moments(dimensions).iter().enumerate();
@@ -212,7 +212,7 @@ impl Method {
         master_kind(kind).into_iter().chain(kinds)
     }
 
-    /// Number of bytes of the state of these parameters, which their first step allocates.
+    /// Returns the number of bytes of the state of these parameters, which their first step allocates.
     pub(crate) fn state_bytes<'a>(&self, parameters: impl IntoIterator<Item = &'a Tensor>) -> u64 {
         let of_one = |p: &Tensor| {
             let (method, dimensions) = (self.of(p.dim()), p.dim());
@@ -232,7 +232,7 @@ impl Method {
     }
 }
 
-/// Dtype of the master of a parameter of this dtype, if it has one.
+/// Returns the dtype of [`ParameterState::master`] for a parameter of this dtype, if it has one.
 fn master_kind(parameter: Kind) -> Option<Kind> {
     match parameter {
         Kind::BFloat16 => Some(Kind::Int16),
@@ -241,12 +241,12 @@ fn master_kind(parameter: Kind) -> Option<Kind> {
     }
 }
 
-/// Number of in-place changes of the parameter.
+/// Returns the parameter's version: the number of its in-place changes.
 pub(super) fn version(tensor: &Tensor) -> i64 {
     tensor.f_internal_version().unwrap_or(UNKNOWN_VERSION)
 }
 
-/// Number of elements of a master that are refreshed at a time, or one row.
+/// Largest number of elements of a master that are refreshed at a time, unless one row has more.
 const REFRESHED: usize = 1 << 20;
 
 /// Splits the tensor into pieces along its first dimension.
@@ -262,7 +262,7 @@ fn rows_of_piece(tensor: &Tensor, rows: i64) -> i64 {
     (REFRESHED as i64 / row).clamp(1, rows)
 }
 
-/// Scratch space for [`ParameterState::refresh`], in elements of each dtype.
+/// Returns the scratch space that [`ParameterState::refresh`] needs, in elements of each dtype.
 pub(super) fn refresh_scratch(tensor: &Tensor, device: Device) -> [((Kind, Device), usize); 3] {
     let elements = match tensor.size().first() {
         Some(&rows) if tensor.numel() > 0 => {
@@ -281,8 +281,8 @@ fn scratch_like(scratch: &[Tensor], kind: Kind, like: &Tensor) -> Result<Tensor>
     Ok(space.f_narrow(0, 0, like.numel() as i64)?.f_view(like.size().as_slice())?)
 }
 
-/// Creates the master of a parameter, if it has one: of an f16 parameter its values in f32, with the digits of
-/// an old one where that still rounds to them; of a bf16 parameter the old remainder, or zeros.
+/// Creates the master of a half-precision parameter. For f16, it has the old master's values where these still
+/// round to the parameter's, and the parameter's values elsewhere. For bf16, it is the old remainder, or zeros.
 fn new_master(tensor: &Tensor, in_place: bool, old: Option<&Tensor>) -> Result<Option<Tensor>> {
     let Some(kind) = master_kind(tensor.kind()) else { return Ok(None) };
     let mut master = empty_beside(tensor, kind, in_place)?;

@@ -24,9 +24,9 @@ struct Item {
     /// Tensor that is updated: the parameter, or a copy of it.
     work: Tensor,
     gradient: Tensor,
-    /// Replacement of the parameter's state; `None` where the present one is used.
+    /// New state of the parameter; `None` if its present state is used.
     state: Option<ParameterState>,
-    /// Whether the parameter was set since, so that the state's f32 master must be refreshed.
+    /// Whether the parameter was set since its last update, so that the state's f32 master must be refreshed.
     stale: bool,
     /// Whether `work` must be copied to the parameter afterwards.
     write_back: bool,
@@ -44,26 +44,26 @@ struct Key {
     kind: Kind,
     /// Whether this is their first step.
     first: bool,
-    /// Dtype of the scratch space that their gradients are converted in, if they are.
+    /// Dtype to which their gradients are converted; `None` if they are read as they are.
     converted: Option<Kind>,
 }
 
 /// Parameters of one fused call.
 type FusedBatch = ScratchPiece<Key, Item>;
 
-/// Prepared step: committing it needs nothing more.
+/// Prepared step, with all the memory that its commit needs.
 #[derive(Debug, Default)]
 pub(crate) struct OptimizerPlan {
     buckets: Vec<FusedBatch>,
     scratch: Vec<Tensor>,
-    /// Scratch space of updates that need whole parameters.
+    /// Scratch space of methods that update whole parameters.
     whole: Vec<Tensor>,
     /// Learning rates of the groups as tensors; empty where the groups' own numbers apply.
     pub(super) rates: Vec<Tensor>,
 }
 
 impl OptimizerPlan {
-    /// Splits the step into the part for parameters on devices, and the parts of offloaded ones.
+    /// Splits the step into the part of parameters that are not offloaded, and the parts of offloaded ones.
     pub(crate) fn split(self) -> (Self, BTreeMap<usize, Self>) {
         let of = |buckets| {
             let [scratch, whole, rates] = [&self.scratch, &self.whole, &self.rates]
@@ -212,8 +212,8 @@ impl Optimizer {
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let FusedBatch { key, items, .. } = batch;
-        // `prepare` allocated the state. Setting it, and refreshing a stale master, only here is what lets
-        // an earlier failure leave no trace.
+        // `prepare` allocated the state. It is set only here, and stale masters are refreshed only here, so an
+        // earlier failure changes nothing.
         for item in items.iter_mut() {
             let Parameter { tensor, state, .. } = &mut self.parameters[item.index];
             if let Some(new) = item.state.take() {
@@ -257,8 +257,8 @@ impl Optimizer {
         key.method.update(&updates, whole, rate)
     }
 
-    /// Writes copies to their parameters. The writes raise the parameters' versions, as the updates do; a later
-    /// change by others shows by comparison, and makes an f32 master stale.
+    /// Writes copies to their parameters, and records the parameters' new versions. A later change by others raises
+    /// the version, which shows that an f32 master is stale.
     fn write_back(&mut self, items: &[Item]) -> Result<()> {
         let copies = || items.iter().filter(|item| item.write_back);
         let into: Vec<_> =
@@ -276,7 +276,7 @@ impl Optimizer {
     }
 }
 
-/// Dtype that the item's gradient must be converted to, unless it can be read as it is.
+/// Returns the dtype to which the item's gradient must be converted; `None` if it can be read as it is.
 fn converted(item: &Item) -> Option<Kind> {
     let (work, gradient) = (item.work.kind(), item.gradient.kind());
     let is_double = |kind| kind == Kind::Double;

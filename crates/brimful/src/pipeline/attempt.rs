@@ -31,8 +31,8 @@ pub(crate) struct OpenForward {
     pub(super) start: Instant,
 }
 
-/// Mini-batch that all workers of this process have run, or several of an accumulation window; the workers
-/// keep what commits or undoes it.
+/// Mini-batch, or several of an accumulation window, that all workers of this process have run. The workers
+/// hold the state that a commit or an undo needs.
 #[derive(Debug)]
 pub(crate) struct PipelineAttempt {
     pub(super) actions: Arc<Actions>,
@@ -40,14 +40,14 @@ pub(crate) struct PipelineAttempt {
     pub(super) sizes: Vec<usize>,
     /// Divisor of the gradients until the commit.
     pub(super) unit: f64,
-    /// Bytes that each memory must have.
+    /// Bytes that each worker's device must have; none if its memory is not counted.
     pub(super) needs: Vec<Option<Bytes>>,
     pub(super) normalised: bool,
     /// BatchNorm layers in this process that are not this library's.
     pub(super) unmanaged_norms: usize,
     /// Reports of the workers, if they made them at once.
     pub(super) reports: Option<Vec<PartReport>>,
-    /// Loss on all outputs, which no worker counted.
+    /// Loss of `backward_whole`, which the caller's thread computed on all outputs.
     pub(crate) loss: Option<(Counted, Vec<TermGroup>)>,
     /// Whether it waits for later mini-batches.
     pub(super) waits: bool,

@@ -1,5 +1,5 @@
-//! Implements the step engine for pipelines: their memories, their workers' attempts at a mini-batch, and
-//! the end of those attempts.
+//! Implements the step engine for pipelines: runs the workers' attempts at a mini-batch, and commits or
+//! undoes them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -115,7 +115,7 @@ impl Attempt<Pipeline> for PipelineAttempt {
             Some(reports) => reports,
             None => pipeline.ask_all(self, others)?,
         };
-        // All ranks computed the same loss on all outputs: the first one's counts.
+        // All ranks computed the same loss on all outputs, so only rank 0 reports it.
         if let (Some((counted, groups)), 0) = (self.loss.take(), exchange.team.world.rank()) {
             reports[0].counted = counted;
             reports[0].groups = groups;
@@ -248,11 +248,12 @@ impl Pipeline {
         let portions = portions(handshake, role, size, self.ranks.replicas_here)?;
         let mut actions = Vec::with_capacity(portions.len());
         for portion in &portions {
-            // An empty list does not exist: a pipeline without samples gets the shortest list, and runs
-            // none of it.
+            // A list has at least one micro-batch: a pipeline without samples gets the shortest list, and
+            // runs none of it.
             let listed = self.actions(portion.ranges.len().max(1))?;
             actions.push(match two_phases {
-                // Between the phases every offloaded stage is on the host.
+                // Offloaded stages return to the host between the phases, so all their micro-batches are
+                // recomputed.
                 true => {
                     let recompute = |stage| self.recompute_of(stage, Recompute::Always);
                     let listed = listed.in_two_phases(recompute)?;
@@ -266,8 +267,8 @@ impl Pipeline {
         Ok(AttemptPlan { portions, mode, actions, unit: role.unit, seed })
     }
 
-    /// Runs an attempt on every worker, with these inputs by micro-batch, and these closures for each
-    /// pipeline's outputs.
+    /// Runs an attempt on every worker. `inputs` has an entry for each micro-batch, `closures` for each
+    /// pipeline.
     pub(crate) fn attempt(
         &self,
         plan: &AttemptPlan,
@@ -321,7 +322,8 @@ impl Pipeline {
         Ok(attempt_of(plan, self.run_all(jobs, idle, exchange, attempt)?))
     }
 
-    /// Returns whether workers report at once: replicas of this process pool their statistics first.
+    /// Returns how workers report. They report at once unless replicas of this process must first pool their
+    /// statistics.
     fn report_options(&self, last: bool, exchange: &Exchange) -> ReportOptions {
         let at_once = last && self.ranks.replicas_here == 1;
         ReportOptions { at_once, others: exchange.team.replicas > 1 }
@@ -338,7 +340,7 @@ impl Pipeline {
         let collective = exchange.collective.clone();
         let workers = self.workers();
         let answers = workers.each(jobs, move |worker, job| {
-            // Other workers may wait for this one, in other ranks too.
+            // Stops the workers that wait for this one, in other ranks too, unless it succeeds.
             let stopping = collective.stopping();
             let done = match job {
                 Some(job) => f(worker, job),
@@ -362,7 +364,7 @@ impl Pipeline {
     fn ask_all(&self, attempt: &mut PipelineAttempt, others: bool) -> Result<Vec<PartReport>> {
         let workers = self.workers();
         if attempt.waits {
-            // A commit adds to gradients in place, also to those of updates that wait.
+            // A commit adds to gradients in place, and waiting updates still need theirs.
             workers.all(Worker::finish_updates)?;
         }
         if std::mem::take(&mut attempt.waits) {
@@ -375,7 +377,7 @@ impl Pipeline {
         workers.all(move |worker| worker.tell(others))
     }
 
-    /// Transfers the layers' statistics of later replicas of this process to those of the first.
+    /// Moves the layers' statistics from later replicas of this process to the first one.
     fn gather_statistics(&self, workers: &Workers<Worker>) -> Result<()> {
         if self.ranks.replicas_here == 1 {
             return Ok(());
@@ -461,7 +463,7 @@ impl Pipeline {
         Ok(self.ranks.here().map(job).collect())
     }
 
-    /// Numbers of this process's workers in their pipelines, in order.
+    /// Returns the numbers of this process's workers in their pipelines, in order.
     fn numbers(&self) -> impl Iterator<Item = usize> {
         let here = self.ranks.here();
         (0..self.ranks.replicas_here).flat_map(move |_| here.clone())
@@ -475,7 +477,7 @@ impl Pipeline {
 }
 
 fn attempt_of(plan: &AttemptPlan, done: Vec<WorkerDone>) -> PipelineAttempt {
-    // A replica's workers follow on each other, and each replica has the same layers.
+    // `done` lists one replica's workers after the other, and all replicas have the same layers.
     let workers = (done.len() / plan.portions.len().max(1)).max(1);
     let norms = |replica: &[WorkerDone]| replica.iter().map(|done| done.unmanaged_norms).sum();
     let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);

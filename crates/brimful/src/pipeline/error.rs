@@ -75,7 +75,7 @@ pub enum PipelineError {
          its backward"
     )]
     WeightsLeft,
-    /// Gradients on the host in a dtype that the model's parameters cannot have as gradients.
+    /// Dtype of gradients on the host that does not go with the model's dtype.
     #[error(
         "gradients on the host in {gradients} need a model in bf16, but it is in {model}: build the model in \
          bf16, or keep its gradients in f32"
@@ -117,7 +117,7 @@ pub enum PipelineError {
         /// Index of the tensor in the mini-batch, from 0.
         leaf: usize,
     },
-    /// Separate forward with an automatic size, which must be able to retry it with its backward.
+    /// Separate forward with an automatic size: a retry must include the backward.
     #[error(
         "an automatic size must try forward, loss and backward together: use `backward_whole`, or give a \
          number of micro-batches"
@@ -275,7 +275,7 @@ pub enum PipelineError {
     Panicked(String),
 }
 
-/// Part of libtorch's message about such a change, of the tensor itself or of a view.
+/// Part of libtorch's message about a refused in-place change, of a tensor or of its view.
 const REFUSED_IN_PLACE: &str =
     "leaf Variable that requires grad is being used in an in-place operation";
 
@@ -283,9 +283,9 @@ const REFUSED_IN_PLACE: &str =
 const NOTHING_CHANGED: &str = "nothing was changed; ";
 
 impl PipelineError {
-    /// Returns the error of a step that failed when so many stages were updated, or about to be.
+    /// Returns the error of a step that failed after updates of so many stages had begun.
     pub(crate) fn partly_updated(stages: usize, error: &Error) -> Self {
-        // Errors say that nothing was changed, which holds only before an update.
+        // The cause may say that nothing was changed, which is wrong after an update.
         let cause = error.to_string().replace(NOTHING_CHANGED, "");
         Self::PartlyUpdated { stages, cause }
     }
@@ -301,7 +301,7 @@ impl PipelineError {
 }
 
 impl Error {
-    /// Returns the out-of-memory report, from here, a stage of a pipeline or another rank.
+    /// Returns the out-of-memory report of this error, from here, a stage of a pipeline or another rank.
     pub fn out_of_memory(&self) -> Option<&OutOfMemory> {
         match self {
             Self::OutOfMemory(oom) => Some(oom),
@@ -326,7 +326,7 @@ impl Error {
     }
 }
 
-/// Returns the action that, right before this one, makes a graph of weights that are on the device.
+/// Returns the action to run right before this one, so that its graph refers to weights on the device.
 fn remade(action: Action) -> Action {
     let kind = match action.kind {
         ActionKind::WeightGradient => ActionKind::InputGradient,
@@ -335,7 +335,7 @@ fn remade(action: Action) -> Action {
     Action { kind, ..action }
 }
 
-/// Most differences that one message lists.
+/// Maximum number of differences that a message lists.
 const LISTED: usize = 8;
 
 fn listed(differences: &[String]) -> String {

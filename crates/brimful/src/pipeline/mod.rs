@@ -32,7 +32,8 @@
 //! ```
 //!
 //! *Atomic.* A step in which anything fails, in whatever stage, leaves gradients, statistics and
-//! random state as they were, and an error that says where ([`Error::Stage`](crate::Error::Stage)). The next one works.
+//! random state as they were, and returns an error that names the stage
+//! ([`Error::Stage`](crate::Error::Stage)). The next step works.
 //!
 //! *Random numbers* belong to a step, a layer and a micro-batch ([`StepRng`](crate::StepRng)): they
 //! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
@@ -120,7 +121,7 @@ impl Pipeline {
         Builder::new(layers)
     }
 
-    /// Number of layers of each stage.
+    /// Returns the number of layers of each stage.
     pub fn balance(&self) -> &crate::balance::Balance {
         &self.balance
     }
@@ -130,7 +131,7 @@ impl Pipeline {
         self.schedule
     }
 
-    /// Number of offloaded stages; in a world, of this rank.
+    /// Returns the number of offloaded stages; in a world, of this rank.
     ///
     /// # Errors
     /// When a worker has ended.
@@ -152,17 +153,17 @@ impl Pipeline {
         if self.ranks.has(last) { self.device_of(0, last).device } else { Device::Cpu }
     }
 
-    /// Names of the layers, in order.
+    /// Returns the names of the layers, in order.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.layout.layers.names()
     }
 
-    /// Returns the size by which mini-batches are cut.
+    /// Returns how mini-batches are cut into micro-batches.
     pub fn micro_batches(&self) -> MicroBatches {
         self.state.size
     }
 
-    /// Sets the number of micro-batches, or the [`MicroBatches`], by which mini-batches are cut from now on.
+    /// Sets how mini-batches are cut into micro-batches from now on.
     pub fn set_micro_batches(&mut self, micro_batches: MicroBatches) {
         self.state.set_size(micro_batches);
     }
@@ -177,7 +178,7 @@ impl Pipeline {
     /// Returns the actions of a step of so many micro-batches, as they are executed.
     ///
     /// # Errors
-    /// When there are more than any step has, or a graph of an offloaded stage would outlive its weights.
+    /// When the schedule would be too large, or a graph of an offloaded stage would outlive its weights.
     pub fn actions(&mut self, micro_batches: usize) -> Result<Arc<Actions>> {
         // Holds the user's own lists (`set_actions`) too, in place of the schedule's.
         if let Some(known) = self.actions.get(&micro_batches) {
@@ -215,8 +216,8 @@ impl Pipeline {
         self.workers.lock()
     }
 
-    /// Measures a step for the choice of the faster memory format.
-    fn learn_order(&mut self, samples: usize, time: Duration) {
+    /// Records a step's time, from which the faster memory format is chosen.
+    fn learn_format(&mut self, samples: usize, time: Duration) {
         if let Some(factor) = self.format_choice.observe(samples, time, false) {
             self.state.sizes.rearranged(factor);
         }

@@ -25,8 +25,8 @@ impl Portion {
     }
 }
 
-/// Divides this process's samples into near-equal portions for so many pipelines, and cuts each by the
-/// size.
+/// Divides this process's samples into near-equal portions, one for each of its pipelines, and cuts each
+/// portion into micro-batches.
 pub(crate) fn portions(
     handshake: &Handshake,
     role: BatchRole,

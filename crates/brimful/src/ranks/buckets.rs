@@ -10,11 +10,11 @@ use super::host_copier::HostCopier;
 use crate::world::Summing;
 use crate::{Error, Result};
 
-/// A bucket has 4 MiB, unless one parameter alone has more: small enough to be sent early, large enough
-/// that a message's latency does not matter.
+/// Size of a bucket, unless one parameter alone has more: small enough to be sent early, large enough that a
+/// message's latency does not matter.
 const BUCKET_BYTES: usize = 4 << 20;
 
-/// Gradients of all parameters on their way to the other ranks.
+/// Gradients of all parameters, in buckets that are being summed over the ranks.
 #[derive(Debug)]
 pub(crate) struct Buckets {
     collective: RankSum,
@@ -136,7 +136,7 @@ impl Buckets {
     }
 }
 
-/// Returns the dtype that a dtype is summed in: sums in half precision would lose digits.
+/// Returns the dtype in which gradients of this dtype are summed: sums in half precision would lose digits.
 pub(crate) fn summed_in(kind: Kind) -> Kind {
     match kind {
         Kind::Half | Kind::BFloat16 => Kind::Float,

@@ -18,7 +18,7 @@ impl HostCopier {
         Ok(Self { device, stream: Stream::new(device)? })
     }
 
-    /// Allocates host memory for so many elements, pinned if the device is not a CPU.
+    /// Allocates host memory for this many elements, pinned if the device is not a CPU.
     pub(super) fn host_memory(&self, numbers: usize, kind: Kind) -> Result<Tensor> {
         let host_memory = Tensor::f_empty([numbers as i64], (kind, Device::Cpu))?;
         Ok(if self.device == Device::Cpu {
@@ -36,7 +36,7 @@ impl HostCopier {
         }
         // Copy stream and events belong to one device.
         let gradient = gradient.f_to_device(self.device)?;
-        // On a stream of its own, after the gradient: on the backward's, each copy would delay it.
+        // The copy stream waits for the gradient. On the backward's stream, each copy would delay the backward.
         self.stream.wait(&Event::after(Stream::current(self.device)?)?)?;
         let _copying = self.stream.enter()?;
         transfer::copy(into, &gradient)?;

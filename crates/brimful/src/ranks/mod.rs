@@ -18,12 +18,12 @@ pub(crate) use buckets::{Buckets, summed_in};
 use crate::Result;
 use crate::world::{Collective, Summing};
 
-/// Attempt of a step that these ranks take part in.
+/// Sums of one attempt of a step over these ranks.
 #[derive(Debug, Clone)]
 pub(crate) struct RankSum {
     collective: Collective,
     everyone: Arc<[usize]>,
-    /// Number of the first sum's channel, so that several can share a collective.
+    /// Channel number of the first sum, so that several `RankSum`s can share a collective.
     base: u32,
 }
 
@@ -33,12 +33,12 @@ impl RankSum {
         Self { collective, everyone, base }
     }
 
-    /// Whether this rank is the one at index `place` among them.
+    /// Returns whether this rank is the one at index `place` among them.
     pub(crate) fn is_at(&self, place: usize) -> bool {
         self.everyone.get(place) == Some(&self.collective.rank())
     }
 
-    /// Begins to sum a tensor, which is contiguous, and in host memory when the event is reached.
+    /// Begins to sum a contiguous tensor in host memory, whose data are complete when the event is reached.
     fn sum(&self, number: usize, tensor: &Tensor, ready: Option<Event>) -> Result<Summing> {
         self.collective.sum(&self.everyone, self.base.wrapping_add(number as u32), tensor, ready)
     }

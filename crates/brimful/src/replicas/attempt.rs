@@ -38,7 +38,7 @@ impl<M: 'static> Replicas<M> {
         Ok((Parts { attempt, figures }, outputs))
     }
 
-    /// Runs every replica's part, with the first one's variables.
+    /// Copies the first replica's variables to the others, and runs every replica's part.
     pub(super) fn run<J: Send + 'static, T: Send + 'static>(
         &self,
         jobs: Vec<Option<J>>,
@@ -82,8 +82,8 @@ impl<M: 'static> Replicas<M> {
     }
 }
 
-/// Cuts each replica's samples by the size. The first replica has a part even without a sample: it commits
-/// the sums of the other ranks.
+/// Creates each replica's job from its share of the samples. The first replica has a job even without a sample:
+/// it commits the sums of the other ranks.
 pub(super) fn jobs<B: Batch>(
     batch: &B,
     samples: &Samples,

@@ -20,7 +20,7 @@ impl<M: 'static> Replicas<M> {
     ///
     /// # Errors
     /// As [`MicroBatcher::backward`](crate::MicroBatcher::backward): if any replica fails, everything is as
-    /// before. Of several failures, the error is the first replica's.
+    /// before. If several fail, the error is that of the first one in the replicas' order.
     pub fn backward<B: Batch + 'static, R: IntoLoss + 'static>(
         &mut self,
         batch: &B,

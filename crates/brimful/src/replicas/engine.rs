@@ -1,5 +1,5 @@
-//! Implements the step engine for replicas: their memories, and the end of an attempt, on the caller's
-//! thread and in the first replica's memory.
+//! Implements the step engine for replicas. An attempt ends on the caller's thread, in the first replica's
+//! memory.
 
 use tch::{Device, Tensor};
 

@@ -45,7 +45,7 @@ impl Mirror {
         Ok(foreach::copy(&into, &from)?)
     }
 
-    /// Returns the first replica's variable for each of its own.
+    /// Maps the address of each of this replica's variables to the first replica's variable.
     pub(super) fn twins(&self) -> HashMap<*mut c_void, Tensor> {
         let pairs = self.pairs.iter();
         pairs.map(|(own, first)| (own.data_ptr(), first.shallow_clone())).collect()

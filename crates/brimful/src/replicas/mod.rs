@@ -155,7 +155,7 @@ impl<M: 'static> Replicas<M> {
         self.devices[0].device
     }
 
-    /// Number of replicas.
+    /// Returns the number of replicas.
     pub fn len(&self) -> usize {
         self.devices.len()
     }

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::accumulate::Addends;
 use crate::workers::Workers;
 
-/// Adds its addends to every sum.
+/// Adds to every sum its addends, in the replicas' order.
 pub(super) fn reduce<M: 'static>(
     workers: &Workers<Replica<M>>,
     addends: Vec<Addends>,
@@ -22,9 +22,9 @@ pub(super) fn reduce<M: 'static>(
     workers.each_or_error(dealt(addends, workers.len()), |_, addends| add(addends)).map(drop)
 }
 
-/// Divides the sums into so many parts with nearly equal numbers of elements.
+/// Divides the sums into this many parts with nearly equal numbers of elements.
 fn dealt(mut addends: Vec<Addends>, parts: usize) -> Vec<Vec<Addends>> {
-    // The largest first, each to the smallest part: nearly equal, though one embedding may be half of all.
+    // The largest first, each to the part with the fewest elements so far: one embedding may be half of all.
     addends.sort_by_key(|sum| std::cmp::Reverse(sum.into.numel()));
     let mut dealt: Vec<(usize, Vec<Addends>)> = (0..parts).map(|_| (0, Vec::new())).collect();
     for sum in addends {

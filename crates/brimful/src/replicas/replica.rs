@@ -17,7 +17,7 @@ use crate::{MicroBatcher, Result, feed};
 /// Setting that every replica's `MicroBatcher` gets before the next step.
 pub(super) type Setting = Box<dyn Fn(&mut MicroBatcher) + Send + Sync>;
 
-/// Model, with what runs it.
+/// Model on one device, and the `MicroBatcher` that runs it.
 pub(super) struct Replica<M> {
     number: usize,
     pub(super) model: M,
@@ -105,7 +105,7 @@ impl<M> Replica<M> {
             micro.attempt(batch, cut, how, &mut |part| f(model, part))
         })?;
         if done.figures.samples > 0 {
-            self.micro.learn_order(done.figures.samples, done.figures.time);
+            self.micro.learn_format(done.figures.samples, done.figures.time);
         }
         Ok(done)
     }
@@ -119,7 +119,7 @@ impl<M> Replica<M> {
         let start = Instant::now();
         let Self { model, micro, .. } = self;
         let (attempt, outputs) =
-            micro.in_order(|micro| how(micro, model, &job.batch, &mut job.cut()?, job.role))?;
+            micro.in_format(|micro| how(micro, model, &job.batch, &mut job.cut()?, job.role))?;
         self.hand_in(attempt, &outputs, start)
     }
 

@@ -1,4 +1,4 @@
-//! Settings of replicas: those of `MicroBatcher`, and those that only replicas have.
+//! Settings of replicas: the settings of `MicroBatcher`, and some that only replicas have.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -102,12 +102,12 @@ impl<M: 'static> Replicas<M> {
     }
 
     fn set(mut self, setting: impl Fn(&mut MicroBatcher) + Send + Sync + 'static) -> Self {
-        // Applied at the next step: a thread may have ended, and `replay` or `memory_format` cannot report that.
+        // Applied at the next step: a thread may have ended, which `cuda_graphs` and others cannot report.
         self.settings.push(Box::new(setting));
         self
     }
 
-    /// Applies the settings since the last step to every replica.
+    /// Applies the settings that were made since the last step to every replica.
     pub(super) fn apply_settings(&mut self) -> Result<()> {
         if self.settings.is_empty() {
             return Ok(());

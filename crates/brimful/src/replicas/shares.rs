@@ -9,9 +9,9 @@ use std::ops::Range;
 
 use crate::batch::Samples;
 
-/// Number of last readings that a speed is the median of, without the first step, which warms up.
+/// Number of latest readings whose median is a replica's speed. The first step, which warms up, gives none.
 const READINGS: usize = 5;
-/// Readings of every replica before the first change: the least number whose median drops an outlier.
+/// Number of readings of every replica before a change: the least whose median drops an outlier.
 const MIN_READINGS: usize = 3;
 /// Least expected speedup of a step for a change of the parts: less is noise.
 const MIN_SPEEDUP: f64 = 1.05;
@@ -19,7 +19,7 @@ const MIN_SPEEDUP: f64 = 1.05;
 /// Speeds of the replicas.
 #[derive(Debug, Clone)]
 pub(super) struct Speeds {
-    /// Speeds that the parts are in proportion to.
+    /// Speeds to which the parts are in proportion.
     current: Vec<f64>,
     /// Last readings of each replica, in samples a second; none if speeds were given.
     readings: Option<Vec<VecDeque<f64>>>,
@@ -27,13 +27,13 @@ pub(super) struct Speeds {
 }
 
 impl Speeds {
-    /// Makes equal speeds, until measured.
+    /// Creates equal speeds, which hold until speeds are measured.
     pub(super) fn even(replicas: usize) -> Self {
         let readings = Some(vec![VecDeque::new(); replicas]);
         Self { current: vec![1.0; replicas], readings, warm: false }
     }
 
-    /// Makes given speeds, which are never measured.
+    /// Creates speeds from these numbers, which no measurement changes.
     pub(super) fn given(speeds: &[f64]) -> Self {
         Self { current: speeds.to_vec(), readings: None, warm: true }
     }

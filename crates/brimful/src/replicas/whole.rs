@@ -78,8 +78,8 @@ impl<M: 'static> Replicas<M> {
         Ok((self.returned(parts, samples, Arc::clone(forward), attempt)?, outputs))
     }
 
-    /// Computes all outputs, on the first replica's device, without an effect on statistics and random
-    /// state.
+    /// Computes all outputs and gathers them on the first replica's device. Statistics and random state stay
+    /// unchanged.
     fn outputs<B: Batch + 'static, O: Batch + 'static>(
         &self,
         parts: Vec<Option<ReplicaJob<B>>>,
@@ -88,7 +88,7 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<O, Caught<Error>> {
         let run = move |replica: &mut Replica<M>, job: ReplicaJob<B>| {
             let Replica { model, micro, main_device, .. } = replica;
-            let (attempt, outputs) = micro.in_order(|micro| {
+            let (attempt, outputs) = micro.in_format(|micro| {
                 let f = &mut |part| forward(model, part);
                 micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)
             })?;
@@ -134,7 +134,7 @@ impl<M: 'static> Replicas<M> {
             let Replica { model, micro, store, .. } = replica;
             // The loss was computed on the first replica's device.
             let gradients = gradients.on(store.device())?;
-            let attempt = micro.in_order(|micro| {
+            let attempt = micro.in_format(|micro| {
                 let f = |part| forward(model, part);
                 micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f)
             })?;

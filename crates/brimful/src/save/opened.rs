@@ -85,7 +85,7 @@ impl OpenedFile {
         mapped::copy(&self.file, start, kind, into).map_err(|error| self.refused(error))
     }
 
-    /// Whether a tensor of this file and one of another have the same dtype, shape and bytes.
+    /// Returns whether a tensor of this file and one of another have the same dtype, shape and bytes.
     ///
     /// # Errors
     /// When either is missing, or a file cannot be read any more.

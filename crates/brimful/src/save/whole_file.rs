@@ -42,7 +42,7 @@ pub fn replace_by_copy(path: impl AsRef<Path>, other: impl AsRef<Path>) -> Resul
     beside.replace()
 }
 
-/// New file beside its target, removed unless it is renamed to it.
+/// New file beside its target. Dropping it removes it, unless it was renamed to the target.
 #[derive(Debug)]
 pub struct WrittenFile {
     pub(crate) file: File,

@@ -1,4 +1,4 @@
-//! Pairs of numbers per channel, one pair for each micro-batch; several at a time become one tensor.
+//! Pairs of numbers per channel, one pair for each micro-batch, which are combined several at a time.
 
 use tch::Tensor;
 

@@ -1,8 +1,8 @@
 //! Statistics of a captured micro-batch, for each of its replays.
 //!
 //! A deferred layer's rows have a fixed address in the CUDA graph, so they are copied to the step's own rows
-//! after each replay. A layer that moves its statistics at once does so inside the graph; their earlier values
-//! are kept before the replay.
+//! after each replay. A layer that moves its statistics at every micro-batch does so inside the graph, so their
+//! values are saved before each replay.
 
 use brimful_torch::foreach;
 use tch::Tensor;
@@ -31,7 +31,7 @@ impl Pending {
 }
 
 impl GraphStatistics {
-    /// Keeps the values of the statistics that the replay will move.
+    /// Saves the values of the statistics that the replay will move.
     pub(crate) fn before(&self) -> Result<()> {
         self.changed.iter().try_for_each(|running| at_once(running).map(drop))
     }

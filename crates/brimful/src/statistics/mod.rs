@@ -147,7 +147,7 @@ impl Pending {
     }
 }
 
-/// Saves the outer step during an inner one, and restores it on drop, even after a panic.
+/// Outer step, which is saved during an inner one and restored on drop, even after a panic.
 struct Outer(Option<Pending>);
 
 impl Drop for Outer {
@@ -178,8 +178,8 @@ pub(crate) fn deferred(running: &Running, input: &Tensor, count: i64) -> Result<
         if count > 1 {
             return Ok(Some((mean, variance, 1.0)));
         }
-        // One value has no unbiased variance: libtorch would write a NaN. Written through `data`, so that
-        // autograd does not take the rows of other layers, in the same storage, for changed ones.
+        // One value has no unbiased variance: libtorch would write a NaN. Written through `data`: the rows of
+        // other layers are in the same storage, and autograd would count them as changed too.
         mean.f_data()?.f_copy_(&input.f_detach()?.f_reshape([-1_i64])?)?;
         let _zero = variance.f_data()?.f_zero_()?;
         Ok(None)
@@ -191,7 +191,8 @@ pub(crate) fn in_a_step() -> bool {
     STEP.with_borrow(Option::is_some)
 }
 
-/// Asks the current step for a destination, if there is a step and it counts.
+/// Returns the destination that `f` takes from the current step. Without a step it is the running statistics; a
+/// rehearsal has none.
 fn with_step(running: &Running, f: impl FnOnce(&mut Pending) -> Result<Target>) -> Result<Target> {
     STEP.with_borrow_mut(|step| match step {
         None => running.whole(),

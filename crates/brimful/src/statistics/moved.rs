@@ -1,4 +1,4 @@
-//! New values of running statistics, before they take the place of the old ones.
+//! New values of running statistics, before they replace the old ones.
 
 use brimful_torch::foreach;
 use tch::{Device, Kind, Tensor};
@@ -25,8 +25,8 @@ impl Moved {
         Ok(foreach::copy(&self.running, &self.values)?)
     }
 
-    /// Takes these statistics from the replica at `place`; `number` identifies the sum in the collective. All
-    /// other replicas add zeros, so the values are exact to the last bit.
+    /// Returns the values that these statistics have on the rank at index `place`. All other ranks add zeros, so the
+    /// values are exact to the last bit. `number` identifies the sum in the collective.
     pub(crate) fn as_at(
         place: usize,
         running: Vec<Tensor>,

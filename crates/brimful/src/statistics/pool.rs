@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Nothing is subtracted from a sum of squares, so nothing cancels. Layers whose parts have the same numbers of
-//! values are pooled side by side. A network's layers have only a few different ones, so a step takes some
-//! dozens of small kernels, not some dozens for each layer.
+//! values are pooled side by side. A network has only a few different numbers, so a step takes some dozens of
+//! small kernels, not some dozens for each layer.
 
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
@@ -22,7 +22,7 @@ const ROWS: i64 = 16;
 /// Smallest allocation for rows, in numbers; it serves many layers.
 const MIN_SPACE: i64 = 1 << 16;
 
-/// Statistics that one layer has seen.
+/// Statistics of one layer's inputs so far.
 #[derive(Debug)]
 pub(super) struct Seen {
     pub(super) running: Running,
@@ -77,7 +77,7 @@ impl Seen {
         Self { running, rows: None, counts, pooled, is_of_whole: false }
     }
 
-    /// Returns its rows; takes them from this space if it has none yet.
+    /// Returns the layer's rows; takes them from this space if it has none yet.
     pub(super) fn rows_in(&mut self, space: &mut RowSpace) -> Result<&Rows> {
         if self.rows.is_none() {
             let all = space.take(&self.running.mean)?;
@@ -155,7 +155,7 @@ impl Seen {
         Ok(Tensor::f_cat(&[Tensor::f_from_slice(&[n])?, sums, squares], 0)?)
     }
 
-    /// Sets the pooled statistics from such sums over all ranks.
+    /// Sets the pooled statistics from [moments](Self::moments) that were summed over all ranks.
     pub(super) fn set_moments(&mut self, moments: &Tensor) -> Result<()> {
         let mean = &self.running.mean;
         let channels = mean.size1()?;
@@ -201,7 +201,7 @@ pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result
     Ok(())
 }
 
-/// Computes the new running statistics of every layer: one movement towards the values seen.
+/// Computes the new running statistics of every layer, which move once towards the statistics of the step.
 pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Moved> {
     let mut moved = Moved::default();
     for (alike, group) in grouped(layers) {

@@ -1,7 +1,7 @@
 //! Statistics of all ranks' samples, in one sum.
 //!
 //! Each rank contributes sums around the running mean r, which all ranks share, for each channel of each layer
-//! that has run on any rank. So little cancels, and all of it in f64.
+//! that has run on any rank. So little cancels, and the sums are in f64.
 //!
 //! ```text
 //!   n, n (μ − r), q + n (μ − r)²    summed over the ranks to N, S, T

@@ -27,10 +27,10 @@ pub(crate) struct WholeStatistics {
 }
 
 impl WholeBatch {
-    /// Counts a micro-batch, whose channels are its second dimension.
+    /// Adds the statistics of a micro-batch, whose second dimension is the channels.
     pub(crate) fn add(&mut self, x: &Tensor) -> Result<()> {
         let x = x.f_detach()?;
-        // In half precision a CPU would return statistics that are as coarse.
+        // A CPU would return the statistics of half-precision inputs in half precision.
         let x = if x.device() == Device::Cpu { x.f_to_kind(summed_in(x.kind()))? } else { x };
         let count = x.numel() as i64 / x.size()[1];
         let [mean, variance] = moments(&x)?;
@@ -63,8 +63,8 @@ impl WholeBatch {
     }
 
     /// Returns the mean and the variance of all values, 2 × channels: the variance of the parts' means is added
-    /// to the mean of their variances. In f64, which costs nothing for some numbers per channel. In as few
-    /// operations as possible, because a network has many such layers, and each launch counts.
+    /// to the mean of their variances. Computes in f64, which is cheap for a few numbers per channel, and in few
+    /// operations, because a network has many such layers and each launch costs time.
     fn put_together(&self) -> Result<Tensor> {
         let parts = self.pairs.stacked()?.f_to_kind(Kind::Double)?;
         let (between, whole) = match is_one_number(&self.counts) {

@@ -11,7 +11,7 @@ use crate::Result;
 
 /// One or several mini-batches that an engine of this kind has run and not committed.
 pub(crate) trait Attempt<E>: Sized {
-    /// Reports what is needed to commit each of this rank's parts together with the others'.
+    /// Returns a report of each of this rank's parts, for the commit of all ranks' parts.
     fn report(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>>;
 
     /// Computes all that a commit needs.
@@ -33,13 +33,13 @@ pub(crate) trait Attempt<E>: Sized {
     /// Fails if the trained parameters have changed since the sums were computed.
     fn check_trained(&self, engine: &mut E) -> Result<()>;
 
-    /// Divisor of the gradients until the commit.
+    /// Returns the divisor of the gradients until the commit.
     fn unit(&self) -> f64;
 
-    /// Measurements for the size policy.
+    /// Returns the measurements for the size policy.
     fn lesson(&self) -> Lesson;
 
-    /// Figures that a step's report has beside its loss.
+    /// Returns the figures for the step's report, beside the loss.
     fn figures(&self, engine: &mut E, whole: &Whole) -> Result<Figures>;
 }
 

@@ -81,12 +81,12 @@ impl Cut {
         }
     }
 
-    /// Size by which each part is cut, where the whole mini-batch has one size.
+    /// Returns the size by which each part is cut, where the whole mini-batch has one size.
     pub(crate) fn size(&self) -> Option<MicroBatches> {
         self.watch.is_none().then_some(self.size)
     }
 
-    /// Number of micro-batches, where it is known beforehand.
+    /// Returns the number of micro-batches, where it is known beforehand.
     pub(crate) fn given_count(&self) -> Option<usize> {
         self.watch.is_none().then_some(self.given.len())
     }
@@ -96,12 +96,12 @@ impl Cut {
         &self.samples
     }
 
-    /// Lengths of the micro-batches handed out so far.
+    /// Returns the lengths of the micro-batches handed out so far.
     pub(crate) fn sizes(&self) -> &[usize] {
         &self.sizes
     }
 
-    /// Peak memory of the pieces that have finished.
+    /// Returns the peak memory of the pieces that have finished.
     pub(crate) fn peak(&self) -> Bytes {
         self.watch.as_ref().map_or(Bytes(0), |watch| watch.peak)
     }
@@ -123,8 +123,8 @@ impl Cut {
         while self.next < self.samples.count() {
             let first = self.sizes.len();
             let ranges = self.next_piece(streams.device())?;
-            // A piece that is less than the mini-batch tries out its size: a captured graph, for example, is
-            // not worth preparing for it.
+            // A piece that is less than the mini-batch tries out its size, for which a capture, for example,
+            // is not worthwhile.
             let is_trial =
                 ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
             feed::each(batch, &ranges, streams, |i, micro_batch| {
@@ -141,7 +141,7 @@ impl Cut {
         Ok(())
     }
 
-    /// Returns all micro-batches at once, for those that run more than once; the size must be given.
+    /// Returns all micro-batches at once, for steps that run them more than once. The size must be given.
     pub(crate) fn all(&mut self) -> Result<Vec<Range<usize>>> {
         self.next_piece(Device::Cpu)
     }

@@ -24,10 +24,10 @@ pub(crate) trait Engine: Sized {
     /// True if the model itself is spread over ranks, so that every call is a collective.
     const SPREADS_MODEL: bool = false;
 
-    /// State that every kind of engine has.
+    /// Returns the state that every kind of engine has.
     fn state(&mut self) -> &mut StepState<Self::Attempt>;
 
-    /// Source of a step's random numbers.
+    /// Returns the source of a step's random numbers.
     fn seeding(&self, team: &Team) -> Seeding;
 
     /// Prepares for a mini-batch on these devices. Returns whether a variable has changed that other ranks hold
@@ -36,17 +36,17 @@ pub(crate) trait Engine: Sized {
         Ok(false)
     }
 
-    /// Refreshes the copies of variables that other ranks own, on all of them or on none: see
+    /// Refreshes the copies of variables that other ranks own. All ranks call it, or none: see
     /// [`Engine::begin`].
     fn refresh_copies(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Trained parameters, compared over the ranks; `None` where no gradient goes to other replicas before the
-    /// step's end.
+    /// Returns the trained parameters, which the ranks compare before the step; `None` where no gradient goes to
+    /// other replicas before the step's end.
     fn trained(&mut self) -> Result<Option<Trained>>;
 
-    /// Largest part of these samples that one replica runs by itself.
+    /// Returns the largest part of these samples that one replica runs by itself.
     fn largest_part(&self, samples: &Samples) -> Result<Samples> {
         Ok(samples.clone())
     }
@@ -56,19 +56,19 @@ pub(crate) trait Engine: Sized {
         false
     }
 
-    /// Memories in which a step runs; `None` for one that is not counted.
+    /// Returns the memories in which a step runs; `None` for one that is not counted.
     fn memories(&mut self) -> Vec<Option<Memory>>;
 
-    /// Bytes that a step of this kind needs at least in each memory.
+    /// Returns the least bytes that a step of this kind needs in each memory.
     fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>>;
 
     /// Returns the model's variables, in the order of their names.
     fn named(&mut self) -> Result<Vec<(String, Tensor)>>;
 
-    /// Device and settings of the model, in words: part of the cache key of remembered sizes.
+    /// Describes device and settings of the model: part of the cache key of remembered sizes.
     fn place(&self) -> String;
 
-    /// Bytes of each memory that CUDA graphs keep, or will need.
+    /// Returns the bytes of each memory that CUDA graphs keep, or will need.
     fn kept_for_captures(&mut self, _kind: &Kind) -> Result<Vec<u64>> {
         Ok(Vec::new())
     }

@@ -50,7 +50,7 @@ pub enum StepError {
         /// Samples that wait for the commit.
         samples: usize,
     },
-    /// A window whose sums belong to other parameters than those that are trained now.
+    /// A window whose sums belong to another set of parameters than is trained now.
     #[error(
         "{samples} samples were accumulated for {then} parameters, but a different set ({now}) is trained \
          now: freeze and unfreeze parameters before a window's first `accumulate` or after its `commit`"

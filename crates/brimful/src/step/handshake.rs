@@ -117,7 +117,7 @@ impl StepHello {
         Ok(())
     }
 
-    /// Samples of each replica: the ranks of one bring the same, so its first rank counts.
+    /// Returns the samples of each replica. The ranks of a replica bring the same ones, so its first rank counts.
     fn samples_of_replicas(all: &[Self], team: &Team) -> Result<Vec<Samples>> {
         let firsts = all.iter().step_by(team.ranks_of_replica());
         let samples: Vec<Samples> = firsts.map(|hello| hello.samples.clone()).collect();
@@ -180,32 +180,32 @@ impl Handshake {
         })
     }
 
-    /// Samples of all replicas.
+    /// Returns the number of samples of all replicas.
     pub(crate) fn total(&self) -> usize {
         self.samples.iter().map(Samples::count).sum()
     }
 
-    /// Smallest micro-batch that any sample fits in: one sample, or the longest one's tokens.
+    /// Returns the smallest size of micro-batches that every sample fits in: one sample, or the longest one's tokens.
     pub(crate) fn least(&self) -> usize {
         self.samples.iter().map(Samples::least).max().unwrap_or(1)
     }
 
-    /// Samples of this rank's replica.
+    /// Returns the samples of this rank's replica.
     pub(crate) fn own(&self) -> &Samples {
         &self.samples[self.replica]
     }
 
-    /// Samples of the replicas before this rank's.
+    /// Returns the samples of each replica before this rank's.
     pub(crate) fn before(&self) -> &[Samples] {
         &self.samples[..self.replica]
     }
 
-    /// Seed of the step's random numbers; `None` where the step draws as a plain loop does.
+    /// Returns the seed of the step's random numbers; `None` where the step draws as a plain loop does.
     pub(crate) fn seed(&self) -> Option<u64> {
         self.seed
     }
 
-    /// Role in the step of this rank's part, or of one of its replicas.
+    /// Returns the role in the step of this rank's part, or of one of its replicas.
     pub(crate) fn role(&self, replica: usize) -> BatchRole {
         // Numbered so that a rank's first replica draws as the rank alone would, whatever the number of devices
         // in other ranks.

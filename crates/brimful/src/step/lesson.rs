@@ -1,4 +1,4 @@
-//! What an automatic size learns from an attempt, and the warnings that follow from it.
+//! Measurements of an attempt, from which an automatic size learns, and the warnings that follow from them.
 
 use crate::auto::{Ending, FEW_SAMPLES, Peaks};
 
@@ -17,14 +17,15 @@ pub(crate) struct Lesson {
 /// Warnings that are logged once.
 #[derive(Debug, Default)]
 pub(crate) struct Warnings {
+    full: bool,
     hidden: bool,
     few: bool,
 }
 
 impl Warnings {
-    /// Warns once of problems that a successful step would hide.
+    /// Warns of problems that a successful step would hide.
     pub(super) fn look_at(&mut self, lesson: &Lesson, ending: Ending) {
-        if ending.retried && ending.size == 1 {
+        if ending.retried && ending.size == 1 && !std::mem::replace(&mut self.full, true) {
             tracing::warn!(
                 "the allocator emptied its cache to run a single sample: the memory is nearly full"
             );
@@ -36,7 +37,7 @@ impl Warnings {
             );
         }
         let most = lesson.sizes.iter().copied().max().unwrap_or(0);
-        // A mini-batch that is small itself makes small micro-batches, whatever fits.
+        // A small mini-batch has small micro-batches, however much memory there is.
         let is_cut = lesson.sizes.len() > 1 && lesson.sizes.iter().sum::<usize>() >= FEW_SAMPLES;
         let few = lesson.normalised && is_cut && most < FEW_SAMPLES;
         if few && !std::mem::replace(&mut self.few, true) {

@@ -36,7 +36,7 @@ impl MicroBatches {
         }))
     }
 
-    /// Size in samples, or in tokens where samples are sequences of different lengths.
+    /// Creates a size in samples, or in tokens where samples are sequences of different lengths.
     pub(crate) fn of_units(samples: &Samples, units: usize) -> Self {
         match samples.lengths() {
             None => Self::Samples(units),

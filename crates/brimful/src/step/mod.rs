@@ -111,7 +111,7 @@ fn run_with<E: Engine, O>(
     let training = request.kind.is_training();
     let (step, seed, log) = until_done(engine, team, request, run_attempt, finish)?;
     if training {
-        // The optimizer's state will be there before the next step.
+        // The optimizer allocates its state before the next step, so nothing is reserved for it any more.
         engine.state().reserved.clear();
     }
     Ok(StepReport { seed, ..step }.with_log(log))
@@ -169,8 +169,8 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<StepReport> {
     Ok(StepReport { seed, ..step }.with_log(log))
 }
 
-/// Role in the step of this process's mini-batch, or of one replica's part of it. `last` says that the commit
-/// comes next.
+/// Returns the role in the step of this process's mini-batch, or of one replica's part of it. `last` says that
+/// the commit comes next.
 pub(crate) fn role<E: Engine>(
     engine: &mut E,
     handshake: &Handshake,
@@ -252,7 +252,7 @@ fn seeded<E: Engine, T>(
     }
 }
 
-/// Exchanges what all ranks bring to the step, then refreshes copies of shared variables.
+/// Opens the handshake of all ranks, then refreshes copies of shared variables if any has changed.
 pub(crate) fn open<E: Engine>(
     engine: &mut E,
     team: &Team,

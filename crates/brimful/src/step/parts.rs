@@ -31,7 +31,7 @@ pub(crate) struct PartFigures {
     pub(crate) replayed: usize,
     /// True if any was captured as a CUDA graph.
     pub(crate) captured: bool,
-    /// BatchNorm layers of others.
+    /// Number of BatchNorm layers that are not this library's.
     pub(crate) unmanaged_norms: usize,
 }
 
@@ -51,11 +51,11 @@ impl PartFigures {
 
 /// An engine on one device or on replicas, each of which has the whole model.
 pub(crate) trait PartsEngine: Engine<Attempt = Parts> {
-    /// Memory in which sums are prepared and committed: the first replica's.
+    /// Returns the memory in which sums are prepared and committed: the first replica's.
     fn main_memory(&self) -> Option<Memory>;
 }
 
-/// Enters the first replica's memory, to which this work is charged: the calling thread may belong to no
+/// Enters the first replica's memory, so that this work is charged to it: the calling thread may belong to no
 /// replica.
 fn enter_host_arena(engine: &impl PartsEngine) -> Option<ArenaGuard> {
     engine.main_memory().and_then(|main_memory| main_memory.enter())

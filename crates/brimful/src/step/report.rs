@@ -7,7 +7,7 @@ use crate::auto::{Decision, SizeLog};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{Actions, HostLinkUse, Span, render};
 
-/// Report of one step, which is one mini-batch or several up to their commit, or of an evaluation.
+/// Report of an evaluation, or of a step: one mini-batch, or several up to their commit.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct StepReport<O = ()> {
@@ -37,8 +37,8 @@ pub struct StepReport<O = ()> {
     /// statistics move once a step, as with the whole mini-batch. Known from the first training step with several
     /// micro-batches on.
     pub unmanaged_norms: usize,
-    /// Seed of the step's random numbers, or of its first mini-batch's; `None` where it draws as a plain loop
-    /// does, such as a `MicroBatcher` without other ranks.
+    /// Seed of the step's random numbers, or of its first mini-batch's; `None` where the step draws as a plain
+    /// loop does, as in a `MicroBatcher` without other ranks.
     ///
     /// With replicas and ranks, micro-batch `i` of replica `r` of rank `k`, each counted from 0, draws from a
     /// generator with the seed `StepRng::new(seed, i).seed(k + r * ranks)`. In a pipeline, layer `l` draws from
@@ -89,8 +89,8 @@ impl<O> StepReport<O> {
 }
 
 impl Timeline {
-    /// Idle time of all devices as a fraction of all their time, from the first action's start to the last
-    /// one's end; comparable to the simulated bubble.
+    /// Returns the idle time of all devices as a fraction of all their time, from the first action's start to the
+    /// last one's end; comparable to the simulated bubble.
     #[must_use]
     pub fn bubble(&self) -> f64 {
         let spans = || self.spans.iter().flatten();

@@ -21,7 +21,7 @@ pub(crate) struct BatchRole {
 }
 
 impl BatchRole {
-    /// Weight of one of its micro-batches.
+    /// Returns the weight of one of its micro-batches.
     pub(super) fn weight(self, number: usize, samples: usize) -> MicroBatchWeight {
         let first = self.first && number == 0;
         MicroBatchWeight { samples: samples as f64, unit: self.unit, first }

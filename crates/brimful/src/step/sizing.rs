@@ -59,7 +59,7 @@ pub(super) fn until_it_fits<E: Engine, T>(
     }
 }
 
-/// Runs a size that the user has given; reruns it once where the engine can do with less memory.
+/// Runs a size that the user has given. If memory runs out and the engine can free some, runs it once more.
 fn run_given<E: Engine, T>(
     engine: &mut E,
     size: MicroBatches,
@@ -72,7 +72,8 @@ fn run_given<E: Engine, T>(
         Ok((value, _)) => return Ok((value, SizeLog::default())),
         Err(error) => error,
     };
-    // Over ranks all would have to agree on it. The first error is the one to report.
+    // Not over ranks, which would have to agree on it. An error of `free_memory` is ignored, because the first
+    // error is the one to report.
     let again = error.out_of_memory().is_some() && team.is_alone();
     if !again || !engine.free_memory().unwrap_or(false) {
         return Err(error);
@@ -107,10 +108,10 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
     SizeWatch::new(sizer, memories.into_iter().zip(reserved), rehearses)
 }
 
-/// Cache key of remembered micro-batch sizes.
+/// Returns the cache key of remembered micro-batch sizes.
 fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
     let ends = engine.memories().into_iter().map(|memory| memory::end_of(memory.as_ref()));
-    // Summed over all devices: with one more or one less of them, parts have other lengths.
+    // Summed over all devices: with more or fewer of them, parts have other lengths.
     let memory = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
     let variables = engine.named()?;
     let trained = variables.iter().find(|(_, tensor)| tensor.requires_grad());

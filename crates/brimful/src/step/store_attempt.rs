@@ -76,7 +76,7 @@ impl StoreAttempt {
         }
     }
 
-    /// Number of samples that have run.
+    /// Returns the number of samples that have run.
     pub(crate) fn samples(&self) -> usize {
         self.sizes.iter().sum()
     }
@@ -120,7 +120,7 @@ impl StoreAttempt {
             self.tally.fetch()?;
             Ok(value)
         });
-        // Before a panic resumes, because no caller can roll back what is dropped while it unwinds.
+        // Rolled back before a panic resumes: no caller could do it for an attempt that unwinding drops.
         self.unless_failed(fetched).map_err(into_error_or_panic)
     }
 
@@ -174,7 +174,7 @@ impl StoreAttempt {
         parameters.into_iter().enumerate().map(place).collect()
     }
 
-    /// Reports what is needed to commit it together with others; with `others`, also what their sums need.
+    /// Returns the report that a commit needs; with `others`, it also describes this part's sums to other ranks.
     pub(crate) fn report(&mut self, policy: NonFinitePolicy, others: bool) -> Result<PartReport> {
         check_dense(&self.parameters, &self.variables)?;
         if !others {
@@ -311,7 +311,7 @@ impl StoreAttempt {
     }
 }
 
-/// Returns whether each tensor differs from the other one; the host waits once.
+/// Returns for each pair whether its tensors differ; the host waits once.
 fn differ(pairs: &[&(Tensor, Tensor)]) -> Result<Vec<bool>> {
     if pairs.is_empty() {
         return Ok(Vec::new());
@@ -334,7 +334,7 @@ pub(crate) fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
     all.filter(|tensor| tensor.requires_grad()).map(Tensor::shallow_clone).collect()
 }
 
-/// Bytes of a step's gradients.
+/// Returns the bytes of a step's gradients.
 pub(crate) fn gradient_bytes(variables: &Mutex<Variables>) -> u64 {
     parameters(variables).iter().map(tensor_bytes).sum()
 }

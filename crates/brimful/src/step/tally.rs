@@ -52,9 +52,9 @@ type TermOver = Over<()>;
 /// A group of terms whose gradients have one common factor at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum TermGroup {
-    /// Divided already.
+    /// Not divided any more.
     Done,
-    /// Divided by the samples of all mini-batches.
+    /// Divided by the number of samples of all mini-batches.
     Samples,
     /// Divided by the weights of this term.
     Term(usize),
@@ -90,8 +90,8 @@ pub(crate) fn roots<'a>(
 }
 
 impl Tally {
-    /// Returns the tally of a loss on the outputs of all samples, which nothing divides, and that loss as the
-    /// backward's root.
+    /// Returns the tally of a loss on the outputs of all samples, which has no denominator, and the loss itself, from
+    /// which the backward starts.
     pub(crate) fn of_whole(loss: Tensor) -> Result<(Self, Tensor)> {
         let mut terms = Loss::sum(loss).into_terms(true)?;
         let mut tally = Self::default();
@@ -324,7 +324,7 @@ pub(crate) struct Totals {
 }
 
 impl Totals {
-    /// Returns the factor of a group's gradients, which are divided by `unit` until now.
+    /// Returns the factor of a group's gradients, which have been divided by `unit` so far.
     pub(crate) fn factor(&self, group: TermGroup, unit: f64, samples: f64) -> f64 {
         match group {
             TermGroup::Done => 1.0,

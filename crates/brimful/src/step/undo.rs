@@ -11,7 +11,7 @@ use crate::statistics::Pending;
 pub(crate) struct Undo {
     pub(crate) statistics: Pending,
     pub(crate) randomness: Randomness,
-    /// Running statistics of layers that do not report, with their values before.
+    /// Running statistics of layers that do not report, with their values before the attempt.
     pub(crate) unmanaged: Vec<(Tensor, Tensor)>,
 }
 

@@ -1,6 +1,6 @@
 //! BatchNorm layers that move their running statistics at every micro-batch, such as tch's own.
 //!
-//! They do so whatever becomes of the step. So these statistics are saved before a step, and a warning
+//! They do so even in a step that fails later. So these statistics are saved before each step, and a warning
 //! recommends a layer of this library once.
 
 use std::collections::HashSet;
@@ -12,15 +12,15 @@ use tch::nn::Variables;
 use crate::Result;
 use crate::statistics::Pending;
 
-/// Knowledge of such layers.
+/// Record of such layers, as far as training steps have shown them.
 #[derive(Debug, Default)]
 pub(crate) struct UnmanagedStatistics {
     /// Addresses of running statistics that layers have reported; `None` before the first training step. The
     /// store may grow: all other statistics are saved.
     reported: Option<HashSet<usize>>,
-    /// True if they were compared after several micro-batches: that waits for the device, and so happens once.
+    /// True once statistics were compared after several micro-batches, which waits for the device.
     looked: bool,
-    /// Layers whose statistics micro-batches have moved then.
+    /// Number of layers whose statistics differed in that comparison.
     moving_layers: usize,
 }
 
@@ -52,7 +52,8 @@ impl UnmanagedStatistics {
         self.reported.get_or_insert_default().extend(ours.map(|(running, _)| place(running)));
     }
 
-    /// Number of layers that move their statistics at every micro-batch, as far as training steps have shown.
+    /// Returns the number of layers that move their statistics at every micro-batch, as far as training steps have
+    /// shown.
     pub(crate) fn moving_layers(&self) -> usize {
         self.moving_layers
     }

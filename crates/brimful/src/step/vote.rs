@@ -38,7 +38,7 @@ impl Team {
         self.world.size() / self.replicas
     }
 
-    /// Index of this rank's replica.
+    /// Returns the index of this rank's replica.
     pub(crate) fn replica(&self) -> usize {
         self.world.rank() / self.ranks_of_replica()
     }
@@ -57,8 +57,8 @@ pub(crate) struct Exchange {
 }
 
 impl Exchange {
-    /// Channel on which gradients of this rank's only part are added to those of all other replicas; `None`
-    /// with one replica.
+    /// Returns the channel on which the gradients of this rank's only part are added to those of all other
+    /// replicas; `None` with one replica.
     pub(crate) fn summing(&self) -> Option<RankSum> {
         let everyone = || self.team.world.everyone();
         (self.team.replicas > 1).then(|| RankSum::of(self.collective.clone(), everyone(), 0))
@@ -74,8 +74,8 @@ impl Exchange {
             Err(error) => {
                 // Other ranks may wait for gradients or activations from this one, which will not come.
                 self.collective.stop();
-                // A connection error follows from another rank's failure, which is the one to show to users: so
-                // it gets the latest time.
+                // A connection error follows from another rank's failure. Users should see that failure, so the
+                // connection error gets the latest time.
                 if matches!(error, Error::World(_)) { Duration::MAX } else { at }
             }
         };
@@ -186,7 +186,7 @@ impl Whole {
         Ok(whole)
     }
 
-    /// Returns the factor of each group's gradients, which are divided by `unit` until now.
+    /// Returns the factor of each group's gradients, which have been divided by `unit` so far.
     pub(crate) fn factors(&self, unit: f64) -> Vec<f64> {
         self.groups.iter().map(|group| self.totals.factor(*group, unit, self.samples)).collect()
     }

@@ -5,8 +5,8 @@ use std::any::Any;
 use crate::Error;
 use crate::oom::{self, Caught};
 
-/// Converts the failure of a guarded call to an error. tch converts numbers to tensors by calls that panic
-/// when memory runs out, so a panic may be out of memory.
+/// Converts a caught failure to an error. tch panics if memory runs out when it converts a number to a tensor,
+/// so a panic may be out of memory.
 pub(crate) fn into_error(caught: Caught<Error>) -> Error {
     match caught {
         Caught::OutOfMemory(oom) => oom.into(),

@@ -1,5 +1,5 @@
-//! Worker threads, one long-lived thread for each device: it owns its part of the model, and runs the
-//! closures that it is sent.
+//! Workers: one long-lived thread for each device, which owns its part of the model and runs the closures that
+//! are sent to it.
 //!
 //! Pipelines and replicas both run on such workers.
 //!
@@ -29,7 +29,7 @@ pub(crate) use shared::SharedWorkers;
 /// Closure for a worker, which sends its own answer.
 type Command<W> = Box<dyn FnOnce(&mut W) + Send>;
 
-/// Workers of all devices. Dropping it waits until their threads have ended.
+/// Workers of all devices. Dropping them waits until their threads have ended.
 pub(crate) struct Workers<W> {
     members: Vec<WorkerThread<W>>,
     /// Accelerators on which the caller's and the workers' streams keep their order.
@@ -37,7 +37,7 @@ pub(crate) struct Workers<W> {
 }
 
 struct WorkerThread<W> {
-    /// None once the thread is to end.
+    /// `None` once the thread is to end.
     commands: Option<Sender<Command<W>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -88,7 +88,7 @@ impl<W: 'static> Workers<W> {
         Ok(workers)
     }
 
-    /// Keeps the order on these devices too, because tensors for the workers are on them.
+    /// Adds devices on which streams keep their order, because tensors for the workers are on them.
     pub(crate) fn involve(&mut self, devices: impl Iterator<Item = Device>) {
         self.accelerators = accelerators(self.accelerators.iter().copied().chain(devices));
     }
@@ -146,7 +146,7 @@ impl<W: 'static> Workers<W> {
         f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
     ) -> Result<Answer<T>> {
         let (answer, answered) = channel();
-        // On this thread, which alone knows the stream that it has entered.
+        // On the calling thread: only it knows the stream that it has entered.
         let before = StreamFence::apart(&self.accelerators)?;
         let command: Command<W> = Box::new(move |worker| {
             let value = before.precede().and_then(|()| begun(|| f(worker)));
@@ -182,7 +182,7 @@ impl<W> Drop for Workers<W> {
     }
 }
 
-/// Body of a worker's thread.
+/// Runs a worker's thread: builds the worker, then runs its commands.
 fn work<W>(
     device: &DeviceSpec,
     build: impl FnOnce() -> Result<W>,
@@ -201,7 +201,7 @@ fn work<W>(
     }
 }
 
-/// Runs a worker's closure, with grad mode enabled whatever the closure before it left.
+/// Runs a worker's closure with grad mode enabled, which an earlier closure may have disabled. Catches panics.
 fn begun<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     oom::catch(|| with_graphs(true, work)).map_err(error::into_error)
 }

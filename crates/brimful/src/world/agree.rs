@@ -1,4 +1,4 @@
-//! Agreement between ranks: values that all ranks share, and results that all ranks get or none.
+//! Agreement between ranks: exchanges of values, and votes on whether all ranks succeeded.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -91,7 +91,7 @@ impl World {
         }
         match (first, result) {
             (None, _) => Ok(results),
-            // The original error, of which the others have only the message.
+            // This rank has the original error; the others have only its message.
             (Some((rank, _)), Err(error)) if rank == self.rank() => Err(error),
             (Some((rank, failure)), _) => Err(self.failed(rank, failure)),
         }

@@ -1,4 +1,4 @@
-//! One collective of the ranks, with channels of its own.
+//! A collective of the ranks, and its channels.
 
 use std::sync::Arc;
 
@@ -159,8 +159,8 @@ impl Outlet {
     /// Sends tensors whose data are in host memory when the event is reached.
     pub(crate) fn send_when(&self, tensors: Tensors, ready: Option<Event>) -> Result<(), Stopped> {
         let Open { link, number, .. } = &*self.collective.0;
-        // Packed without the lock, because it may copy from a device; and the originals are dropped, so
-        // that a sender that waits for a place does not keep their memory.
+        // Packed without the lock, because packing may copy from a device. The originals are dropped before
+        // the wait for a place, which then does not keep their memory.
         let mut message = Some(OutgoingMessage::pack(&tensors, ready).map_err(Stopped::Error)?);
         drop(tensors);
         link.wait(|engine| {
@@ -236,7 +236,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Returns two ranks on a wire with so many tags, both in their first collective.
+    /// Returns two ranks on a wire with this many tags, both in their first collective.
     fn two_ranks(tags: u64) -> ([Arc<Link>; 2], [Collective; 2], Observer) {
         let (wires, observer) = wires(2, tags);
         let links = wires.into_iter().map(|wire| Link::new(Messenger::new(wire, LONG, LONG)));
@@ -280,7 +280,7 @@ mod tests {
         }
     }
 
-    /// A late rank begins its sums in another order than announced.
+    /// A late rank begins its sums in another order than the first rank.
     #[test]
     fn sums_are_not_swapped_where_tags_repeat() {
         for tags in [1, 2, 3, 5, 64] {
@@ -307,8 +307,7 @@ mod tests {
         }
     }
 
-    /// Sent tensors are copied before the lock is taken: the copy is made while another thread holds the
-    /// lock.
+    /// Another thread holds the lock while a tensor to be sent is copied.
     #[test]
     fn tensors_are_copied_to_the_host_without_the_lock() {
         let (links, [sender, _receiver], _) = two_ranks(64);
@@ -333,7 +332,7 @@ mod tests {
         });
     }
 
-    /// The thread that moves messages on has entered a full arena.
+    /// The thread that makes progress on messages has entered a full arena.
     #[test]
     fn what_nobody_needs_is_not_charged_to_who_drops_it() {
         let (links, [sender, receiver], _) = two_ranks(64);
@@ -376,7 +375,7 @@ mod tests {
             while !taking.is_finished() && start.elapsed() < LONG / 6 {
                 thread::yield_now();
             }
-            // Ends a wait that hangs in spite of this.
+            // Ends the wait if it hangs nevertheless.
             receiver.stop();
             taking.join().expect("no panic")
         });

@@ -10,8 +10,8 @@ use super::message::TensorOutline;
 use super::{Collective, World, WorldError};
 use crate::{Error, Result};
 
-/// Channels on which a rank sends others its tensors are numbered from 2^29 on; no other channel of a collective
-/// has one of these numbers.
+/// First channel number of broadcasts: rank *r* sends on this number plus *r*. Other channels of a collective do not
+/// have these numbers.
 const FIRST_SPREAD_CHANNEL: u32 = 1 << 29;
 
 impl World {
@@ -68,7 +68,7 @@ impl World {
         self.gather_told(Ok(named))
     }
 
-    /// Gathers as [`World::gather`] does, from ranks that may have failed before: all get the earliest
+    /// Gathers as [`World::gather`] does. If some ranks have failed before, all ranks get the earliest
     /// error.
     pub(crate) fn gather_told(
         &self,
@@ -111,7 +111,7 @@ impl World {
         Ok(all)
     }
 
-    /// Sends the tensors of `root` to all of these ranks, as part of a collective, on a channel of its own.
+    /// Broadcasts the tensors of `root` to these ranks within a collective, on a separate channel.
     pub(crate) fn spread_in(
         &self,
         collective: &Collective,
@@ -153,7 +153,7 @@ fn flat(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?)
 }
 
-/// Returns the tensor in host memory, requiring a gradient where the tensor does.
+/// Returns the tensor in host memory, with its `requires_grad`.
 fn on_host(tensor: &Tensor) -> Result<Tensor> {
     Ok(flat(tensor)?.f_set_requires_grad(tensor.requires_grad())?)
 }

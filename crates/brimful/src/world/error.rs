@@ -54,7 +54,7 @@ pub enum WorldError {
         /// Its reason, if it sent one.
         words: Option<String>,
     },
-    /// This rank, whose heartbeat the others do not receive.
+    /// This rank, which the others have given up because they received no heartbeat from it.
     #[error(
         "the other ranks count this one, rank {rank}, as lost, because they received no heartbeat from it"
     )]
@@ -97,7 +97,7 @@ pub enum WorldError {
         /// Call of this rank.
         here: String,
     },
-    /// Number of ranks that the replicas do not divide.
+    /// Number of ranks that is not a multiple of the number of replicas.
     #[error(
         "{ranks} rank{} cannot be divided into {replicas} replicas of equal size: start a multiple of \
          {replicas}, as in mpirun -n {replicas}, or srun",

@@ -2,8 +2,8 @@
 //!
 //! A sender announces its tensors. This rank allocates memory for them and posts the receives as soon as
 //! the channel is open and has a free place. So data arrive while other threads compute, and a sender that
-//! is ahead cannot fill this rank's memory. One case is received earlier, and copied later: tensors whose
-//! tags a later tensor would repeat.
+//! is ahead cannot fill this rank's memory. Tensors are received ahead of their time if a later tensor repeats
+//! their tags: into temporary memory, from which they are copied later.
 
 use std::collections::VecDeque;
 
@@ -23,7 +23,7 @@ pub(super) struct Inbox {
     announced: VecDeque<Announced>,
     /// Number of transfers that may arrive ahead of their use; 0 before the channel is opened.
     places: usize,
-    /// Memory that the tensors are needed in.
+    /// Memory in which the tensors are needed.
     memory: Option<Memory>,
     /// Destinations of the next transfers, of one tensor each.
     into: VecDeque<Tensor>,
@@ -37,7 +37,7 @@ struct Announced {
     /// Number of its first tensor.
     first: u64,
     outline: TensorOutline,
-    /// Temporary tensors and pending receives, where it is received ahead of its time.
+    /// Temporary tensors and pending receives, if it is received ahead of its time.
     ahead: Option<(Tensors, Vec<Ticket>)>,
 }
 
@@ -55,7 +55,7 @@ impl Inbox {
         self.announced.push_back(Announced { first, outline, ahead: None });
     }
 
-    /// Number of the first tensor without a posted receive.
+    /// Returns the number of the first tensor without a posted receive.
     pub(super) fn oldest(&self) -> Option<u64> {
         self.announced.iter().find(|message| message.ahead.is_none()).map(|message| message.first)
     }
@@ -99,8 +99,8 @@ impl Inbox {
                     };
                     self.arriving.push_back(Incoming { outline, tensors, tickets, ahead });
                 }
-                // Kept for the thread that takes the transfer: the one that moves messages on is not to
-                // blame.
+                // Kept for the thread that takes the transfer: this thread may only be making progress on
+                // messages.
                 Err(error) => {
                     self.refused = Some(error);
                     self.announced.push_front(message);
@@ -127,7 +127,7 @@ impl Inbox {
         }
     }
 
-    /// Whether the next transfer is complete.
+    /// Returns whether the next transfer is complete.
     pub(super) fn is_there(&self) -> bool {
         self.arriving.front().is_some_and(|next| next.tickets.is_empty())
     }

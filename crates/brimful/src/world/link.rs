@@ -1,5 +1,5 @@
-//! Lock around this rank's messages, the waits of threads for them, and the thread that moves them on while
-//! all others compute.
+//! Lock around this rank's messages, waits of threads for messages, and the pump: a thread that makes progress
+//! on messages while the other threads compute.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -14,9 +14,9 @@ use super::ring::Ring;
 use super::waits::Wait;
 use crate::Result;
 
-/// Interval of moving messages on while ranks work together.
+/// Interval at which the pump makes progress on messages while ranks work together.
 const BUSY_INTERVAL: Duration = Duration::from_millis(1);
-/// Interval while a device is about to fill host memory that is sent then.
+/// Interval while a device still copies data to host memory that are sent afterwards.
 const DEVICE_INTERVAL: Duration = Duration::from_micros(100);
 /// Interval when there are only heartbeats.
 const IDLE_INTERVAL: Duration = Duration::from_millis(10);
@@ -33,8 +33,8 @@ pub(super) enum Look<T> {
 pub(super) struct Link {
     /// `None` after the end.
     engine: Mutex<Option<Messenger>>,
-    /// Sums for the next thread that moves messages on: a computing thread does not wait for the lock,
-    /// which is held while data are copied.
+    /// Sums that the next holder of the lock begins. A computing thread must not wait for the lock, which is
+    /// held while data are copied.
     sums: Mutex<Vec<(Channel, Ring)>>,
     ends: AtomicBool,
 }
@@ -48,7 +48,7 @@ impl Link {
         })
     }
 
-    /// Queues a sum, which begins when messages are moved on next.
+    /// Queues a sum, which the next holder of the lock begins.
     pub(super) fn begin_sum(&self, channel: Channel, ring: Ring) {
         self.sums.lock().unwrap_or_else(PoisonError::into_inner).push((channel, ring));
     }
@@ -70,7 +70,7 @@ impl Link {
         Ok(f(engine))
     }
 
-    /// Transfers messages on until `look` finds something, or the rank that it waits for is gone.
+    /// Makes progress on messages until `look` finds something. Fails if the rank that it waits for is gone.
     pub(super) fn wait<T>(
         &self,
         mut look: impl FnMut(&mut Messenger) -> Result<Look<T>>,
@@ -117,19 +117,19 @@ impl Pause {
     }
 }
 
-/// Thread that keeps messages moving. It starts and ends the wire, because MPI must be ended by the thread
+/// Thread that makes progress on messages. It starts and ends the wire, because MPI must be ended by the thread
 /// that has started it. Dropping it ends this rank's part in the world.
 #[derive(Debug)]
 pub(super) struct Pump {
     pub(super) link: Arc<Link>,
     thread: Option<JoinHandle<()>>,
-    /// Reports first that no rank is waited for any more, then that all has ended in order. Behind a lock
-    /// so that threads can share a world.
+    /// Receives one message when the thread no longer waits for other ranks, and another when MPI has ended.
+    /// Behind a lock so that threads can share a world.
     done: Mutex<Receiver<()>>,
 }
 
 impl Pump {
-    /// Starts the thread, and the messages on it.
+    /// Starts the thread, which first runs `start`.
     pub(super) fn start(
         start: impl FnOnce() -> Result<Messenger, WorldError> + Send + 'static,
     ) -> Result<Self> {
@@ -171,7 +171,7 @@ impl Drop for Pump {
     }
 }
 
-/// Transfers messages on until the end, then ends MPI in order if no rank is lost.
+/// Makes progress on messages until the end, then ends MPI in order if no rank is lost.
 fn pump(link: &Link, ended: &Sender<()>) {
     loop {
         let Ok((over, rest)) = link.with(|engine| {
@@ -196,7 +196,7 @@ fn pump(link: &Link, ended: &Sender<()>) {
     let _ = ended.send(());
 }
 
-/// Returns the interval of moving messages on.
+/// Returns the time until the pump makes progress on messages again.
 fn rest(engine: &Messenger) -> Duration {
     match (engine.expects_a_device(), engine.is_busy()) {
         (true, _) => DEVICE_INTERVAL,

@@ -25,7 +25,7 @@ pub(crate) struct Channel {
 /// Small message.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Message {
-    /// Heartbeat.
+    /// Heartbeat, with the rank that this rank waits for.
     Beat { waits_for: Option<usize> },
     /// This rank's value in an exchange of values; `number` counts the exchanges.
     Value { number: u64, what: String, bytes: Vec<u8> },
@@ -34,9 +34,9 @@ pub(super) enum Message {
     Tensors { channel: Channel, first: u64, outline: TensorOutline },
     /// The collective has failed here.
     Stop { collective: u64 },
-    /// A rank has been silent for so many milliseconds.
+    /// A rank has been silent for this many milliseconds.
     Lost { rank: usize, silent: u64 },
-    /// A rank has kept others waiting for so many milliseconds.
+    /// A rank has kept others waiting for this many milliseconds.
     Hangs { rank: usize, waited: u64 },
     /// This rank ends, with an error or without.
     Left { words: Option<String> },
@@ -79,7 +79,7 @@ impl TensorOutline {
         Ok(Self(each(tensors, form)?))
     }
 
-    /// Number of tensors.
+    /// Returns the number of tensors.
     pub(super) fn count(&self) -> u64 {
         self.0.iter().flatten().flatten().count() as u64
     }
@@ -103,8 +103,8 @@ impl TensorOutline {
     }
 
     /// Allocates tensors of this outline in host memory, for data that are needed in `memory`. Unless that
-    /// is an arena, they are charged to an arena of their own without a limit: the thread that moves
-    /// messages on may have entered a full arena that has nothing to do with them.
+    /// is an arena, they are charged to a new arena without a limit: the thread that makes progress on messages may
+    /// have entered a full arena that has nothing to do with them.
     pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
         let _inside = match memory {
             Some(Memory::Arena(arena)) => arena.enter(),
@@ -121,7 +121,7 @@ impl TensorOutline {
         each(&self.0, tensor)
     }
 
-    /// Makes those tensors require a gradient that did so at the sender.
+    /// Sets `requires_grad` on the tensors that had it at the sender.
     pub(super) fn trace(&self, tensors: &Tensors) -> Result<()> {
         for (form, tensor) in self.0.iter().flatten().zip(tensors.iter().flatten()) {
             if let (Some(Form { traced: true, .. }), Some(tensor)) = (form, tensor) {

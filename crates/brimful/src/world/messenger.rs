@@ -1,6 +1,6 @@
 //! Messages between this rank and the others, and the progress of all of them.
 //!
-//! One lock guards it. A waiting thread moves all messages on while it waits; the pump also does so at
+//! One lock guards it. A waiting thread makes progress on all messages while it waits; the pump also does so at
 //! intervals, because other threads compute.
 
 mod channels;
@@ -49,7 +49,7 @@ pub(super) struct Messenger {
     pub(super) rings: BTreeMap<Channel, Ring>,
     /// Number of tensors sent to each rank.
     sent: Vec<u64>,
-    /// Number for each rank below which all announced tensors have posted receives.
+    /// For each rank, the number of the first announced tensor that may lack a posted receive.
     oldest: Vec<u64>,
     collectives: u64,
     open: BTreeSet<u64>,
@@ -58,7 +58,7 @@ pub(super) struct Messenger {
     left: Vec<Option<Option<String>>>,
     /// Error of ranks that make different calls.
     confused: Option<WorldError>,
-    /// Error of lost or unreachable ranks, after which there is no end in order.
+    /// Error of lost or unreachable ranks, after which MPI is not ended in order.
     broken: Option<WorldError>,
 }
 
@@ -90,7 +90,7 @@ impl Messenger {
         }
     }
 
-    /// Transfers all messages on. An error breaks the world.
+    /// Makes progress on all messages. An error breaks the world.
     pub(super) fn progress(&mut self) {
         if self.broken.is_none()
             && let Err(error) = self.try_progress()
@@ -165,8 +165,8 @@ impl Messenger {
         let me = self.rank;
         let left = &self.left;
         if let Some((rank, silent)) = self.pulse.lost(now, |r| r != me && left[r].is_none()) {
-            // Sent to all ranks, so that all name the same one: otherwise those that wait for a rank that
-            // waits for the lost one would blame it some seconds later.
+            // Sent to all ranks, so that all name the lost one. Otherwise this rank, which now stops its
+            // heartbeat, would itself be blamed some seconds later.
             let millis = silent.as_millis() as u64;
             self.tell_all(&Message::Lost { rank, silent: millis });
             self.broken = Some(self.lost(rank, silent));
@@ -222,7 +222,7 @@ impl Messenger {
         self.confused.get_or_insert(error).clone()
     }
 
-    /// Whether every other rank has ended.
+    /// Returns whether every other rank has ended.
     pub(super) fn all_left(&self) -> bool {
         self.left.iter().enumerate().all(|(rank, left)| rank == self.rank || left.is_some())
     }
@@ -231,7 +231,7 @@ impl Messenger {
         self.broken.is_some()
     }
 
-    /// Whether there are messages to move on.
+    /// Returns whether a collective is open or a message is pending.
     pub(super) fn is_busy(&self) -> bool {
         !self.open.is_empty() || !self.forgotten.is_empty()
     }

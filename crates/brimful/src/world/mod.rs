@@ -2,7 +2,8 @@
 //!
 //! `mpirun` or `srun` starts them, on one machine or on many, and all run the same program
 //! ([`World::start`], with the feature `mpi`); a process can also be alone ([`World::alone`]). All ranks
-//! make the same calls in the same order, with the same mini-batches.
+//! make the same calls in the same order. The ranks of one pipeline pass the same mini-batches; each replica
+//! passes different samples.
 //!
 //! ```text
 //!   calls                    ── agree, share, vote ──   all ranks get the values, or the error
@@ -11,9 +12,9 @@
 //!   wire                     MPI
 //! ```
 //!
-//! *No hang.* Every rank sends heartbeats from a thread of its own. A rank that is killed, stopped or cut
-//! off is given up after [`World::heartbeat_timeout`], and every wait of the others ends with an error that names
-//! it. So is a rank whose heartbeat continues but that is waited for longer than [`World::timeout`]. A
+//! *No hang.* Every rank sends heartbeats from a separate thread. A rank that is killed, stopped or cut off is
+//! given up after [`World::heartbeat_timeout`], and every wait of the others ends with an error that names it. A
+//! rank whose heartbeat continues is given up if another rank waits for it longer than [`World::timeout`]. A
 //! rank whose step fails reports it to the others at once.
 
 #![cfg_attr(
@@ -162,8 +163,8 @@ impl World {
         self.link().with(|engine| engine.pulse.heartbeat_timeout = heartbeat_timeout)
     }
 
-    /// Returns the time after which a rank is given up that keeps others waiting although its heartbeat
-    /// continues, for instance because its data never arrive. 30 minutes by default.
+    /// Returns the longest time that this rank waits for another one whose heartbeat continues: 30 minutes by default.
+    /// After that it gives the other rank up.
     ///
     /// # Errors
     /// When the world has ended.

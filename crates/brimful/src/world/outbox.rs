@@ -1,6 +1,6 @@
 //! Sending end of a channel: transfers wait for their device, are sent, and complete.
 //!
-//! An asynchronous device copies its results to host memory some time later: the transfer is sent then, and
+//! An asynchronous device copies its results to host memory some time later. Only then is the transfer sent;
 //! the calling thread does not wait.
 
 use std::collections::VecDeque;
@@ -75,12 +75,12 @@ impl Outbox {
         Ok(())
     }
 
-    /// Whether a transfer still waits for its device.
+    /// Returns whether a transfer still waits for its device.
     pub(super) fn is_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
-    /// Number of transfers that are not complete.
+    /// Returns the number of transfers that are not complete.
     pub(super) fn len(&self) -> usize {
         self.waiting.len() + self.sent.len()
     }

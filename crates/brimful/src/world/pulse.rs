@@ -21,9 +21,9 @@ impl Pulse {
         self.heard[rank] = now;
     }
 
-    /// Whether a heartbeat is due; if so, it counts as sent. Ten fit into the timeout.
+    /// Returns whether a heartbeat is due; if so, it counts as sent.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
-        // Ten, so that a few may be late under load before a rank counts as dead.
+        // A tenth, so that a few may be late under load before a rank counts as dead.
         let due = now.duration_since(self.beaten) >= self.heartbeat_timeout / 10;
         if due {
             self.beaten = now;
@@ -31,7 +31,8 @@ impl Pulse {
         due
     }
 
-    /// Returns the rank that was silent for too long, and for how long, among those that `counts`.
+    /// Returns the rank that was silent for longest and the time of its silence, if that exceeds the timeout.
+    /// Considers only ranks for which `counts` is true.
     pub(super) fn lost(
         &mut self,
         now: Instant,

@@ -54,7 +54,7 @@ impl Ring {
         self.step == 2 * (self.ranks.len() - 1) && !self.is_waiting()
     }
 
-    /// Whether this rank's data are not complete yet.
+    /// Returns whether this rank's data are not complete yet.
     pub(super) fn is_waiting(&self) -> bool {
         self.ready.is_some()
     }
@@ -79,7 +79,7 @@ impl Ring {
         Ok(true)
     }
 
-    /// Begins the next step: returns the memory that the coming part is received into, and the part to send. `None`
+    /// Begins the next step. Returns the memory into which the coming part is received, and the part to send; `None`
     /// if the step has begun already.
     pub(super) fn begin_step(&mut self) -> Result<Option<(Tensor, Tensor)>> {
         if self.begun {
@@ -103,7 +103,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Whether the coming part is added: one round sums the parts, another distributes the sums.
+    /// Returns whether the coming part is added: the first round sums the parts, the second distributes the sums.
     fn adds(&self) -> bool {
         self.step < self.ranks.len() - 1
     }

@@ -40,7 +40,7 @@ pub(super) struct TestWire {
 #[derive(Debug, Clone)]
 pub(super) struct Observer(Arc<Mutex<Air>>);
 
-/// Creates an end for each rank, with so many tags.
+/// Creates an end for each rank, with this many tags.
 pub(super) fn wires(size: usize, tags: u64) -> (Vec<Box<dyn Wire>>, Observer) {
     let air: Arc<Mutex<Air>> = Arc::default();
     let wire =

@@ -1,5 +1,5 @@
-//! Waits between ranks and their lengths, to distinguish a rank that hangs from those that wait for it,
-//! although the heartbeats of all continue.
+//! Waits between ranks, and how long they last. They show which rank hangs and which ranks only wait for it: the
+//! heartbeats of all continue.
 
 use std::collections::HashMap;
 use std::thread::{self, ThreadId};
@@ -56,7 +56,7 @@ impl Waits {
         self.others[from] = waits_for;
     }
 
-    /// Returns the rank at the end of the chain of waits; `rank` itself if they form a circle.
+    /// Returns the rank at the end of the chain of waits that begins at `rank`; `rank` itself if they form a circle.
     fn hanging(&self, rank: usize) -> usize {
         // Follows the waits; one for this rank would lead back here, and ends the chain.
         let next = |rank: &usize| self.others[*rank].filter(|next| *next != self.rank);

@@ -23,8 +23,8 @@ pub(super) trait Wire: Debug + Send {
     /// Returns the next small message received, with its sender.
     fn told(&mut self) -> Result<Option<(usize, Vec<u8>)>, WorldError>;
 
-    /// Number of tensors from one rank that have distinct tags. Tensors whose numbers differ by a multiple
-    /// of it have the same tag, and are matched with receives in order.
+    /// Returns the number of tags. Tensors from one rank whose numbers differ by a multiple of it have the same tag,
+    /// and are matched with receives in order.
     fn tags(&self) -> u64;
 
     /// Sends the data of a contiguous tensor in host memory, as tensor `number`.
@@ -33,7 +33,7 @@ pub(super) trait Wire: Debug + Send {
     /// Receives tensor `number` into this one.
     fn receive(&mut self, tensor: Tensor, from: usize, number: u64) -> Result<Ticket, WorldError>;
 
-    /// Whether the message is complete, which ends its ticket.
+    /// Returns whether the message is complete, which ends its ticket.
     fn is_done(&mut self, ticket: Ticket) -> Result<bool, WorldError>;
 
     /// Ends in order, together with all ranks.

@@ -93,10 +93,10 @@ pub fn engine() -> impl Strategy<Value = Engine> {
         2 => Just(Living::OnHost),
         1 => Just(Living::Mixed),
     ];
-    // Custom lists may go wrong with graphs that are kept.
+    // Most custom lists run without recompute, because graphs that are kept are more error-prone.
     let kept = prop_oneof![2 => Just(0usize), 1 => 0usize..3];
     let own_list = prop_oneof![1 => Just(None), 1 => (kept, any::<u8>()).prop_map(Some)];
-    // Breadth first, which most offloaded stages run in, more often than others.
+    // Breadth first is drawn more often, because most offloaded stages run in that order.
     let schedule = prop_oneof![3 => 0usize..10, 1 => Just(BREADTH_FIRST)];
     let replicas = prop_oneof![3 => Just(1), 1 => Just(2)];
     let updates_in_backward = prop::bool::weighted(0.2);

@@ -30,7 +30,7 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use script::{Case, Counts};
 
-/// Most simpler forms of a failing case to run.
+/// Maximum number of simpler forms of a failing case to run.
 const SHRINKS: usize = 400;
 
 /// Returns the case of a seed, with its simpler forms.

@@ -86,7 +86,7 @@ pub enum Block {
     One(Shape),
     /// Adds its input to its output.
     Skip(Vec<Block>),
-    /// Two outputs, of which the second is used or not.
+    /// Two outputs; the second may be unused.
     Fork {
         uses_both: bool,
     },
@@ -371,7 +371,7 @@ pub fn leaves(shape: Shape) -> Vec<(&'static str, Vec<i64>)> {
     }
 }
 
-/// Runs the layer on its leaves; those of the library by libtorch's own operations.
+/// Runs the layer on its leaves. The library's layers are computed by libtorch's own operations.
 pub fn forward(shape: Shape, leaves: &[Tensor], x: &Tensor, train: bool) -> Tensor {
     let size = x.size();
     match shape {

@@ -13,12 +13,12 @@ use crate::model::{
 };
 
 pub const MOMENTUM: f64 = 0.9;
-/// Least sizes that Adafactor and Muon divide by: rounding errors of a gradient that is zero stay small.
+/// Lower bounds of Adafactor's and Muon's divisors, so that rounding errors of a zero gradient stay small.
 pub const LEAST_SQUARE: f64 = 0.1;
 pub const LEAST_SIZE: f64 = 0.1;
 pub const LEAST_NORM: f64 = 1e-2;
 
-/// Optimizer of a case; both models' are the same up to rounding.
+/// Optimizer of a case. Both models use it, with results that are equal up to rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Updates {
     Sgd,
@@ -392,7 +392,7 @@ impl Plain {
         }
     }
 
-    /// Updates what has a gradient and is not frozen.
+    /// Updates the variables that have a gradient and are not frozen.
     pub fn update(&mut self) {
         let names: Vec<String> = self.gradients.keys().cloned().collect();
         for name in names.into_iter().filter(|name| !self.frozen.contains(name)) {

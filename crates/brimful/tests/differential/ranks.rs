@@ -11,9 +11,9 @@ use crate::script::Counts;
 use crate::support::ranks::{Launcher, as_rank_or, reported, text};
 use crate::{Turn, code, failure, number, quietly, shrunk, tree};
 
-/// A rank that waits longer than this hangs.
+/// Longest wait of a rank; a longer one counts as a hang.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(20);
-/// Starting ranks takes a second.
+/// Maximum number of simpler forms of a failing case to run; few, because starting ranks takes a second.
 const SHRINKS: usize = 60;
 const SENTENCE: &str = "differential: seed ";
 
@@ -35,7 +35,7 @@ fn run_as_rank(world: &World) {
         let failed = quietly(|| failure(&tree.current(), world, &mut counts));
         if let Some(message) = failed {
             eprintln!("{SENTENCE}{seed} rank {}: {message}", world.rank());
-            // Not by a panic: the other ranks wait for this one, and mpirun ends them.
+            // Exits instead of panicking: the other ranks wait for this one, and mpirun ends them.
             process::exit(1);
         }
     }

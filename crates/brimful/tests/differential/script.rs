@@ -185,7 +185,7 @@ pub fn case() -> impl Strategy<Value = Case> {
 impl Case {
     fn bounds(&self) -> (f64, f64) {
         let (part, small) = self.number.bounds();
-        // Others divide by the gradient's own size, and so magnify its rounding errors.
+        // Adafactor and Muon divide by the gradient's own size, and so magnify its rounding errors.
         let magnified = matches!(self.updates, Updates::Adafactor | Updates::Muon);
         (if magnified { part.max(1e-6) } else { part }, small)
     }
@@ -423,7 +423,7 @@ impl Duel<'_> {
         Samples::new(&self.case.model, samples, self.batches * 100, self.case.number.kind())
     }
 
-    /// Runs one operation with its fault; returns whether the two can still be compared.
+    /// Runs one operation with its fault; returns whether the two models can still be compared.
     fn call(&mut self, number: usize, call: &Call, counts: &mut Counts) -> bool {
         let op = self.fitting(&call.op);
         let fault = call.fault.filter(|_| self.ranks == 1 || !matches!(op, Op::Accumulate { .. }));
@@ -764,8 +764,8 @@ impl Duel<'_> {
         }
     }
 
-    /// Returns how the engine has cut a mini-batch, and its random numbers. The default generator is in the state
-    /// in which the engine found it.
+    /// Returns the pieces in which the engine has run a mini-batch, with their random numbers. Expects the default
+    /// generator in its state before the engine's step.
     fn pieces(&self, samples: usize, reported: Option<&Reported>, what: &str) -> Vec<Piece> {
         let seed = self.subject.is_seeded().then(|| {
             let before = Generators::now();

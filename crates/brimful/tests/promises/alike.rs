@@ -127,7 +127,7 @@ pub fn few_samples_for_batch_norm_are_warned_of(make: Make, world: &World) {
         let _held = Tensor::empty([out.size()[0] << 20], (Kind::Uint8, Device::Cpu));
         Ok((MEAN.micro)(out, target))
     });
-    // A small mini-batch is first tried in small parts, however much fits.
+    // A small mini-batch first runs in small parts, however much fits.
     for (count, limit, expected) in [(64, 5 << 20, 1), (64, 200 << 20, 0), (4, 200 << 20, 0)] {
         let setup = Setup::new(NORMED.layers, MicroBatches::Largest, world);
         let mut engine = engine_of(make, &Setup { limit: Some(limit), ..setup }, NORMED);

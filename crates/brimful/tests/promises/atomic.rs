@@ -82,7 +82,7 @@ const CALLS: [Call; 5] = [
         before: |engine| engine.accumulate(&first(), &SEVERAL.loss()),
         run: |engine| engine.accumulate(&second(), &SEVERAL.loss()),
         after: |engine| engine.commit().map(drop),
-        // A rank that fails on its own is one device that fails.
+        // Ranks that accumulate on their own also fail on their own; one process covers that.
         applies: |engine| !engine.about().accumulates_apart,
         stride: 3,
         ..BACKWARD

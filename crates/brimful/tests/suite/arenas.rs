@@ -213,7 +213,7 @@ fn every_single_allocation_of_a_training_step_may_fail() {
     training_step(&weights).expect("the fault was called off");
 }
 
-/// Next deed of a thread: allocate this many floats, free one of its tensors, or pass one on.
+/// Next operation of a thread: allocate this many floats, free one of its tensors, or pass one on.
 #[derive(Debug, Clone)]
 enum Deed {
     Allocate(i64),
@@ -229,7 +229,7 @@ fn deed() -> impl Strategy<Value = Deed> {
     ]
 }
 
-/// Lets each thread do its deeds, in the arena given by its number modulo the number of arenas.
+/// Runs the operations of each thread, in the arena given by its number modulo the number of arenas.
 fn perform(deeds: &[Vec<Deed>], arenas: &[Arena]) {
     let (senders, receivers): (Vec<_>, Vec<_>) = deeds.iter().map(|_| mpsc::channel()).unzip();
     thread::scope(|scope| {

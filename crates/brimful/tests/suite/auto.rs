@@ -498,7 +498,7 @@ fn a_surprising_need_is_survived_on_any_device() {
         Device::Cpu => limited("small", room),
         device => Memory::Accelerator(device),
     };
-    // Also on a GPU whose memory others have nearly filled.
+    // Leaves the same free memory on any device, as on a GPU that others have nearly filled.
     let free = memory.usage().expect("figures").available.expect("a limit").0;
     let options = (Kind::Uint8, device);
     let ballast = Tensor::empty([free.saturating_sub(room) as i64], options);

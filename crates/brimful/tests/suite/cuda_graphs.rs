@@ -182,8 +182,8 @@ fn factor() -> Tensor {
     Tensor::full([6], 0.7, (Kind::Double, test_device()))
 }
 
-/// Begins in a step without a check of captured work: checks run 1, 2, 4 and 8 steps after the capture, in the
-/// first step.
+/// The gradient is first wanted in a step that does not check captured work. The capture is in the first step, and
+/// checks run 1, 2, 4 and 8 steps later.
 #[test]
 fn leaves_outside_the_store_that_begin_to_want_a_gradient_get_it() {
     let _alone = alone();
@@ -214,8 +214,8 @@ fn leaves_outside_the_store_that_begin_to_want_a_gradient_get_it() {
     }
 }
 
-/// State of closures from outside: a count of calls, and a tensor that is ready early, because another stream
-/// would not wait for it, nor for a micro-batch.
+/// State that closures use from outside: a count of calls, and a tensor. The tensor is ready before any step,
+/// because another stream would not wait for it.
 struct Outside {
     calls: i32,
     one: Tensor,

@@ -350,7 +350,7 @@ fn a_frozen_weight_or_a_statistic_that_moves_is_noticed() {
         let x = numbers_there(&[24, 5], step);
         for (micro, (net, held)) in micros.iter_mut().zip(&pairs) {
             if step % 4 == 3 {
-                // Transfers to other memory; the old memory is reused.
+                // Moves the variable to other memory; its old memory is reused.
                 held.shallow_clone().set_data(&(held.detach() * 2.0));
                 let _noise: Vec<Tensor> = (0..64).map(|i| numbers_there(&[5], i)).collect();
             }

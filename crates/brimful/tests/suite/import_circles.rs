@@ -127,7 +127,7 @@ fn no_files_of_one_module_import_each_other_in_a_circle() {
         files.0.keys().map(|module| (module.clone(), files.used_by(module))).collect();
     let imports: usize = left.values().map(BTreeSet::len).sum();
     assert!(imports > 300, "{imports} imports were found");
-    // Takes away files that use none of those left, until none are left, or circles.
+    // Removes files that use no other remaining file, until only circles remain, or nothing.
     loop {
         let before = left.len();
         let modules: BTreeSet<Module> = left.keys().cloned().collect();

@@ -60,7 +60,7 @@ fn save_until_killed(folder: &Path) {
     }
 }
 
-/// Returns the number of the last save, if any: all files are complete, and from one save or the next.
+/// Returns the number of the last save, if any. Checks that all files are complete, and from that save or the next.
 fn last(folder: &Path) -> Option<i64> {
     folder.join("linked").exists().then(|| {
         let file = number(&folder.join("file"));

@@ -117,7 +117,7 @@ fn a_closure_that_asks_for_a_view_runs_as_before() {
     assert!(store.variables()["weight"].is_contiguous());
 }
 
-/// Whichever call asks for it first.
+/// Covers evaluation, map and a loss on all outputs, as the calls that ask for a view.
 #[test]
 fn so_does_an_evaluation_between_steps_that_run_in_any_order() {
     let store = VarStore::new(test_device());
@@ -207,7 +207,7 @@ fn pipeline(memory_format: MemoryFormat, offload: Offload) -> (Pipeline, Arc<Ato
     let builder =
         builder.kind(convolved().0).offload(offload).micro_batches(MicroBatches::Samples(4));
     let mut pipe = builder.memory_format(memory_format).build().expect("a pipeline");
-    // Not by a seed, which concurrent tests would change.
+    // Sets values without a seed, which concurrent tests would change.
     let values = pipe.variables().expect("variables").into_iter().map(|(name, value)| {
         let new = match value.requires_grad() {
             true => numbers(&value.size(), name.len() as i64).to_kind(value.kind()),

@@ -1,4 +1,4 @@
-//! Offloaded stages: their device memory, and everything done to a model besides a step, as on a device.
+//! Offloaded stages: their device memory, and all calls besides a step, with the same results as on a device.
 
 use std::collections::BTreeSet;
 
@@ -218,7 +218,7 @@ fn losses_on_all_outputs_update_in_the_backward_too() {
     assert_close(&trained[1], &trained[0], "on all outputs");
 }
 
-/// Whatever allocation fails, on the device or on the host: an update that waits is taken once, even with a single
+/// Fails every allocation on the device and on the host: an update that waits is taken once, even with a single
 /// buffer for optimizer state.
 #[test]
 fn an_update_that_waits_outlasts_memory_that_runs_out() {
@@ -485,7 +485,7 @@ fn updates_in_the_backward_refuse_a_list_that_ends_a_stage_before_what_adds_to_i
     assert_close(&values, &pipe.variables().expect("variables"), "halves before");
 }
 
-/// Deeds of a user between a backward and its step, by number.
+/// Number of operations in [`deed`], which a user may run between a backward and its step.
 const DEEDS: usize = 10;
 
 fn deed(number: usize, pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, case: &Case) {

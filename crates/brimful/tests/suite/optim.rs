@@ -536,7 +536,7 @@ fn adafactor_and_muon_are_torchs() {
             else {
                 continue;
             };
-            // What is read is the file's own pages.
+            // Tensors that are read share the file's pages, so they are copied.
             let start = of(&format!("start.{shape}")).copy();
             let start = if shape == "transposed" { start.tr().contiguous().tr() } else { start };
             let tensor = start.set_requires_grad(true);
@@ -679,7 +679,7 @@ fn a_state_of_an_earlier_version_with_f32_masters_is_read() {
     assert_eq!(difference(&undisturbed, &second), 0.0);
 }
 
-/// A noisy least-squares problem whose features have sizes of their own: the loss at its end.
+/// Returns the final loss of a noisy least-squares problem whose features have different sizes.
 fn noisy_loss(kind: Kind, format: StateFormat) -> f64 {
     let there = |tensor: Tensor| tensor.to_device(test_device());
     tch::manual_seed(1);

@@ -58,7 +58,7 @@ impl Case {
         self.model.forward(&(x * &self.factor).tanh())
     }
 
-    /// Has a denominator that is known only at the end, so that gradients are divided then.
+    /// Returns a loss with a denominator that is known only at the end, so that gradients are divided then.
     fn loss(&self, x: &Tensor) -> Loss {
         let out = self.out(x);
         Loss::ratio(out.square().sum(Kind::Double), positive(x)) + Loss::mean(mean(&out))

@@ -37,7 +37,7 @@ fn arenas(count: usize) -> Vec<Arena> {
     (0..count).map(|number| Arena::new(&format!("replica {number}"))).collect()
 }
 
-/// StepReport, in one pass over the samples or in two.
+/// Step, in one pass over the samples or in two.
 type Run = fn(&mut Replicas<nn::SequentialT>) -> brimful::Result<()>;
 
 fn in_one_pass(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {
@@ -93,7 +93,7 @@ fn an_automatic_size_that_fails_anywhere_is_everyones_smaller_one() {
             let step = replicas.backward(&batch(), |net, x| loss(net, &x)).expect("retried");
             arena.fail_nth_allocation(0);
             assert_eq!(step.samples, 12, "allocation {n} of replica {number}");
-            // A fault outside the mini-batch's run does not depend on the size, and may come too late.
+            // No retry if the failing allocation is outside the mini-batch's run, or if the step has fewer allocations.
             assert!(step.retries <= 1, "allocation {n} of replica {number}");
             let size = step.decisions.last().map(|decision| decision.size).expect("a decision");
             assert!(step.sizes.iter().all(|&one| one <= size), "{:?}", step.sizes);

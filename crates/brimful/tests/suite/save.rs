@@ -400,7 +400,7 @@ fn neither_writing_nor_reading_takes_memory_for_a_second_copy() {
     let mut read = back[0].1.shallow_clone();
     let _changed = read.fill_(0);
     assert_eq!(save::read(&path).expect("read").0, tensors);
-    // A replaced file stays whole for those who have it mapped.
+    // A replaced file stays complete for a reader that has it mapped.
     let (before, _) = save::read(&path).expect("read");
     save::write(&path, &one(1.0), &Metadata::new()).expect("written");
     assert_eq!(before, tensors);

@@ -17,7 +17,7 @@ use brimful_torch::rotary::rotary;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-/// Rows × columns: single, odd, whole words, wider than a warp and than a block hold in words of one number.
+/// Rows × columns: single, odd, whole words, and wider than a warp or a block holds in words of one number.
 const SHAPES: [[i64; 2]; 12] = [
     [1, 1],
     [1, 8],

@@ -361,8 +361,8 @@ fn rank_that_hangs(world: World) {
     end(world, &error);
 }
 
-/// A rank that sends heartbeats but does not do its part is named, also by ranks that wait for others which wait
-/// for it; and it learns of it.
+/// A rank that sends heartbeats but does not do its part is named in the error of every rank: its own, and
+/// those of ranks that wait for it only indirectly.
 #[test]
 fn a_rank_that_hangs_is_given_up() {
     as_rank_or(rank_that_hangs, |launcher| {

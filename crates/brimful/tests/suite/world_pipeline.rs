@@ -583,7 +583,7 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
     });
 }
 
-/// Even if ranks compute different values: here one replica's gradients are twice the other's.
+/// Holds even if ranks compute different values: here one replica's gradients are twice the other's.
 #[test]
 fn replicas_clip_by_one_norm() {
     in_ranks(2, |world| {

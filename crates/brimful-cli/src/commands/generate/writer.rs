@@ -157,8 +157,8 @@ fn cache(context: i64, prompt: &[i64], options: &GenerateOptions) -> KeyValueCac
 }
 
 impl TextRunner {
-    /// Builds the model on the requested device, or offloaded with its layers copied there in turn. Weights are
-    /// stored in the dtype `stored`.
+    /// Builds the model on the requested device, or offloaded with its layers copied there in turn. `stored` is the
+    /// dtype of the weights in their file.
     fn build(layers: Layers, stored: Kind, options: &GenerateOptions) -> Result<(Self, Device)> {
         let device = setting::device(options.device.as_deref())?;
         let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(stored));
@@ -193,7 +193,7 @@ impl TextRunner {
         let _without = tch::no_grad_guard();
         match self {
             Self::Whole { model, .. } => Ok(model.forward_t(tokens, false)),
-            // Copies back the last position only: the logits of all of them would take much memory.
+            // Copies back the last position only: the logits of all positions would take much memory.
             Self::Streamed(pipeline) => {
                 Ok(pipeline.map(tokens, |out: Tensor| out.narrow(1, -1, 1))?)
             }

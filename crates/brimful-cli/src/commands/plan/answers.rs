@@ -52,7 +52,8 @@ impl PlanAnswer {
             .then(self.held().total_cmp(&other.held()))
     }
 
-    /// Returns the most activations that any device holds, in units of what one micro-batch keeps on a whole device.
+    /// Returns the peak of activations held on any device. The unit is the activations of one micro-batch on a whole
+    /// device.
     pub(super) fn held(&self) -> f64 {
         let devices = self.step.simulation.devices();
         let most = devices.iter().map(|device| device.peak_held).max().unwrap_or(0);
@@ -69,10 +70,10 @@ pub(super) struct PlanLine {
     pub(super) micro_batches: usize,
     /// Strongest activation recomputation of any stage; unknown for a schedule from a file.
     pub(super) recompute: Option<Recompute>,
-    /// For a model only: where each stage's weights live, and what it keeps.
+    /// Stages of a model, with the location of their weights and activations; empty without a model or profile.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) stages: Vec<StageLine>,
-    /// Bytes on the host, of offloaded stages.
+    /// Bytes of offloaded stages on the host.
     pub(super) host_bytes: u64,
     pub(super) makespan: f64,
     pub(super) bubble: f64,
@@ -109,7 +110,7 @@ fn check_limit(options: &PlanOptions, has_bytes: bool) -> Result<()> {
     }
 }
 
-/// Returns the layers' costs if they are to be measured or are given, and the tokens of a sample of text.
+/// Measures or reads the layers' costs, if a model or a profile is given. Returns also the tokens of a sample of text.
 fn profile(options: &PlanOptions) -> Result<Option<(Profile, Option<u64>)>> {
     let MeasuredModel { model, profile, .. } = &options.measured;
     match (model, profile) {
@@ -128,7 +129,7 @@ fn from_profile(
     check_limit(options, profile.layers.iter().any(weighs))?;
     let request = request(options, profile)?;
     let mut plan = planned(&request)?;
-    // The sort is stable: it keeps the planner's order among those that fit, and among the others.
+    // The sort is stable: it keeps the planner's order among plans that fit, and among the others.
     plan.rows.sort_by_key(|row| !row.fits);
     let mut best: Vec<&PlanRow> = Vec::new();
     for row in &plan.rows {
@@ -227,7 +228,7 @@ fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
     schedules.into_iter().map(answer).collect()
 }
 
-/// Makes the recipe for automatic schedules, for devices that are all alike.
+/// Makes the recipe of an automatic schedule for equal devices.
 fn recipe(options: &PlanOptions, schedule: Schedule, devices: usize) -> Result<ScheduleRecipe> {
     let per_device = schedule.stages_per_device();
     let stage = options.numbers.stage_cost(per_device as f64);
@@ -302,8 +303,8 @@ impl PlainNumbers {
         self.backward.or(sum).unwrap_or(BACKWARD)
     }
 
-    /// Returns a device's costs as one layer. A part of the split backward that is not given is what the other leaves
-    /// of the whole, or half of it.
+    /// Returns a device's costs as one layer. If only one of dX and dW is given, the other is the rest of the backward.
+    /// If neither is given, each is half of it.
     fn whole_device(&self) -> LayerCost {
         let backward = self.backward();
         let rest = |half: Option<f64>| f64::max(backward - half.unwrap_or(backward / 2.0), 0.0);
@@ -330,7 +331,7 @@ impl PlainNumbers {
         Ok(())
     }
 
-    /// Returns the costs of one of the stages that share a device.
+    /// Returns the costs of one stage, if `per_device` stages share a device.
     fn stage_cost(&self, per_device: f64) -> StageCost {
         let whole = self.whole_device();
         let (input, weight) = whole.split_backward();

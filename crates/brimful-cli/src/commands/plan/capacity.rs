@@ -5,7 +5,7 @@ use brimful::balance::LayerCost;
 use brimful::plan::Request;
 use serde::Serialize;
 
-/// Figures for models of the planned model's layers; they are keys of `--json`.
+/// Limits for models that consist of the planned model's layers; the fields are keys of `--json`.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Capacity {
     /// Bytes that a parameter takes, on a device or on the host: weight, optimizer state, and gradient if it is kept.
@@ -13,18 +13,18 @@ pub(super) struct Capacity {
     host_memory: u64,
     /// Memory of all devices, if it is limited.
     device_memory: Option<u64>,
-    /// Number of parameters that both hold together.
+    /// Number of parameters that host and devices can hold together.
     most_parameters: u64,
-    /// Samples a step from which compute takes longer than the transfers of a fully offloaded model; null if it
-    /// never does.
+    /// Least samples per step whose compute takes as long as the transfers of a fully offloaded model; null if no
+    /// number does.
     hidden_from_samples: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     hidden_from_tokens: Option<u64>,
 }
 
 impl Capacity {
-    /// Computes the figures for a model with a weight of so many bytes, and with samples of so many tokens if it reads
-    /// text; returns none without a host to offload to.
+    /// Computes the limits. A weight has `weight` bytes, and a sample of text has `tokens_per_sample` tokens. Returns
+    /// none without a host to offload to.
     pub(super) fn of(
         request: &Request<'_>,
         weight: usize,
@@ -49,7 +49,7 @@ impl Capacity {
         })
     }
 
-    /// Formats them as two lines of prose.
+    /// Formats the limits as two lines of prose.
     pub(super) fn text(&self) -> String {
         let Self { bytes_per_parameter, host_memory, most_parameters, .. } = self;
         let devices = self
@@ -79,7 +79,7 @@ fn millions(number: u64) -> String {
     }
 }
 
-/// Bytes of gradients that are kept after the backward, for each byte of weights.
+/// Returns the bytes of gradients kept after the backward, for each byte of weights.
 fn kept_gradient(request: &Request<'_>) -> f64 {
     match request.update_in_backward {
         true => 0.0,
@@ -87,8 +87,8 @@ fn kept_gradient(request: &Request<'_>) -> f64 {
     }
 }
 
-/// Bytes of a device that hold no resident parameters: two buffers of the largest layer for weights, and two for its
-/// state and gradients; its gradients and activations.
+/// Returns the bytes of a device that cannot hold resident parameters: for the largest layer, two buffers of weights,
+/// two of optimizer state and kept gradients, and its gradients and activations.
 fn working_bytes(request: &Request<'_>) -> f64 {
     let micro_batch = request.micro_batches.iter().map(|m| request.samples.div_ceil(*m)).min();
     let of_layer = |layer: &LayerCost| {
@@ -100,8 +100,8 @@ fn working_bytes(request: &Request<'_>) -> f64 {
     request.profile.layers.iter().map(of_layer).fold(0.0, f64::max)
 }
 
-/// Samples a step that take as long in the forward, and in the backward with recomputation, as the transfers beside
-/// them. Transfers of both directions run side by side.
+/// Returns the least samples per step with which the forward, and the backward with recomputation, take as long as the
+/// transfers beside them. Transfers in both directions run at the same time.
 fn hidden_from(request: &Request<'_>) -> Option<u64> {
     let layers = &request.profile.layers;
     let sum = |of: fn(&LayerCost) -> f64| layers.iter().map(of).sum::<f64>();
@@ -115,7 +115,7 @@ fn hidden_from(request: &Request<'_>) -> Option<u64> {
         false => (both(weights + state + gradients, weights + state), both(weights, gradients)),
     };
     let samples = (beside_forward / forward).max(beside_backward / (forward + backward));
-    // Not a number without weights: there is nothing to hide.
+    // Without weights this is not a number, which becomes 0: there is nothing to hide.
     (!samples.is_infinite()).then_some(samples.ceil() as u64)
 }
 

@@ -58,14 +58,15 @@ impl MeasuredModel {
         Ok(recipe.method().state_factor_in(self.kind()))
     }
 
-    /// Returns the bytes of offloaded gradients for each byte of parameters, if they differ from those of the sums.
+    /// Returns the bytes of offloaded gradients for each byte of parameters, if their dtype differs from that of the
+    /// sums.
     pub(super) fn sent_gradient_bytes(&self) -> Result<Option<f64>> {
         self.offload_gradients.check(self.dtype)?;
         Ok((self.offload_gradients == GradientDtype::Bf16).then_some(1.0))
     }
 
-    /// Returns whether gradients accumulate apart from each micro-batch's own. A profile does not say, so it counts
-    /// as true.
+    /// Returns whether gradients are summed in tensors apart from each micro-batch's own gradients. A profile does not
+    /// say so, and counts as true.
     pub(super) fn sums_apart(&self) -> Result<bool> {
         match self.model {
             Some(_) => Ok(sums_apart(device::find(&self.device)?, self.kind())),

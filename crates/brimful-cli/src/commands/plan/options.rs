@@ -1,4 +1,4 @@
-//! The command line of `brimful plan`.
+//! Command line of `brimful plan`.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -125,7 +125,7 @@ pub(super) struct MeasuredModel {
     pub(super) batch_size: Option<usize>,
 
     #[arg(long, value_enum, value_name = "TYPE", default_value = "f32", requires = "layers")]
-    #[arg(help = format!("{}; with --profile the one that was measured", words::DTYPE))]
+    #[arg(help = format!("{} [with --profile: its own]", words::DTYPE))]
     #[arg(hide_possible_values = true)]
     pub(super) dtype: NumberType,
 

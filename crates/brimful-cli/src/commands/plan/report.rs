@@ -1,4 +1,4 @@
-//! Simulated steps as a run without any real steps, for its report page.
+//! Conversion of simulated steps to a run without real steps, for the report page.
 
 use brimful::schedule::Recompute;
 use brimful_plan::plan::PlannedStep;

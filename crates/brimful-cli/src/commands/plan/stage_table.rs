@@ -12,7 +12,7 @@ use super::answers::PlanLine;
 /// Stage of a plan; its fields are keys of `--json`.
 #[derive(Clone, Serialize)]
 pub(super) struct StageLine {
-    /// Names of its layers.
+    /// Names of the stage's layers.
     layers: Vec<String>,
     #[serde(flatten)]
     planned: PlannedStage,
@@ -50,7 +50,7 @@ pub(super) fn recomputed(line: &PlanLine) -> String {
     let (Some(mode), stages) = (line.recompute, &line.stages) else { return "-".to_owned() };
     let again = stages.iter().filter(|stage| stage.planned.recompute != Recompute::Never).count();
     match again {
-        // Without stages of their own, plain numbers have the mode alone.
+        // Plain numbers have no stages, so both counts are 0.
         again if again == stages.len() => mode.to_string(),
         0 => Recompute::Never.to_string(),
         again => format!("{again} of {} stages", stages.len()),

@@ -18,13 +18,14 @@ use crate::exit::{does_not_fit, ran_out};
 use crate::output;
 use crate::setting::NumberType;
 
-/// Bytes that a step needs for any size of its micro-batches.
+/// Bytes that a step needs at any micro-batch size.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FixedBytes {
     parameters: u64,
     gradients: u64,
-    /// Bytes of the optimizer's state, and of the momentum of sgd.
+    /// Bytes of the optimizer's state.
     state: u64,
+    /// Bytes that the momentum of SGD would take.
     momentum: u64,
     /// Bytes of the largest gradient, which exists beside the sum that it is added to.
     largest_gradient: u64,
@@ -73,15 +74,16 @@ impl fmt::Display for FixedBytes {
     }
 }
 
-/// Divisor of a limit: an option is named as a remedy if what it needs without activations is within this part.
+/// Divisor of a memory limit: an option is a remedy if its bytes without activations fit into this fraction.
 const WITH_ACTIVATIONS: u64 = 2;
 
 /// Sizes of a model that advice depends on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModelSize {
     layers: usize,
-    /// Least memory in the dtype of the run, and in bf16.
+    /// Least memory in the dtype of the run.
     least: LeastBytes,
+    /// Least memory in bf16.
     narrow: LeastBytes,
 }
 
@@ -92,7 +94,7 @@ impl ModelSize {
         Ok(Self { layers: layers.len(), least: least?, narrow: narrow? })
     }
 
-    /// Lists the options that are not in use yet, save memory and should be enough for a device with this limit.
+    /// Lists the options that are not in use yet and should make the model fit a device with this limit.
     fn remedies(self, options: &TrainOptions, limit: Option<Bytes>) -> Vec<String> {
         let Self { layers, least, narrow } = self;
         let offload = options.stages.offload;
@@ -104,7 +106,7 @@ impl ModelSize {
         let is_offloaded = match offload {
             OffloadArgument::All => true,
             OffloadArgument::None => false,
-            // A plan has found what is not enough, unless the model took less than half of the memory.
+            // Offloading was already considered, unless the model takes at most half of the memory.
             OffloadArgument::Auto => {
                 limit.is_none_or(|limit| least.resident > limit.0.saturating_mul(count as u64) / 2)
             }
@@ -244,7 +246,7 @@ impl Trainer {
         })
     }
 
-    /// Names an optimizer that keeps less, if that is enough.
+    /// Suggests an optimizer with less state, if that is enough.
     fn smaller_state(&self, fixed: &FixedBytes, limit: Bytes) -> Option<String> {
         let is_sgd = self.options.recipe.optimizer == OptimizerName::Sgd;
         // These bytes are exact: a fifth of the limit is left for activations.
@@ -259,8 +261,8 @@ impl Trainer {
         Some(remedy.to_owned())
     }
 
-    /// Estimates the largest micro-batch that fits from what the failed one needed. It may still fail, because the
-    /// failed one might have needed more later.
+    /// Estimates the largest micro-batch that fits, from the bytes that the failed one needed. The estimate may be too
+    /// large, because the failed one might have needed more later.
     fn most_that_fits(&self, oom: &OutOfMemory) -> Option<usize> {
         let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
         let size = self.options.given_micro_batch(self.cut.largest())?;

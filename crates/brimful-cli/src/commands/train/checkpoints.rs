@@ -23,7 +23,7 @@ const EXTENSION: &str = "safetensors";
 /// Name part of the best run, saved beside the last.
 const BEST: &str = "best";
 
-/// The saves of a run.
+/// Saves of a run.
 #[derive(Debug)]
 pub(super) struct Checkpoints {
     writer: Option<brimful::Result<JoinHandle<brimful::Result<()>>>>,
@@ -113,11 +113,11 @@ impl Checkpoints {
     }
 }
 
-/// A run written beside its place, and the work that puts it there.
+/// Work that renames a written run into place.
 struct Put(Box<dyn FnOnce() -> brimful::Result<()> + Send>);
 
 impl Put {
-    /// Renames the file into place, if there is one, then calls `then` with whether there was.
+    /// Makes the work that renames the file into place, if there is one, and then calls `then` with whether there was.
     fn new(
         written: Option<WrittenFile>,
         then: impl FnOnce(bool) -> brimful::Result<()> + Send + 'static,
@@ -139,8 +139,8 @@ impl Put {
 }
 
 impl Drop for Checkpoints {
-    /// Finishes the save under way when the run breaks off; the program would else end in the middle of it and leave
-    /// half a file.
+    /// Finishes the save under way when the run breaks off. Otherwise the program would end in the middle of it, and
+    /// leave half a file.
     fn drop(&mut self) {
         let failed = match self.writer.take() {
             Some(Ok(writer)) => writer.join().ok().and_then(Result::err),
@@ -153,8 +153,8 @@ impl Drop for Checkpoints {
     }
 }
 
-/// Names `model.step-40.safetensors` beside `model.safetensors`, and `llama-3.1.best` beside `llama-3.1`, where the last
-/// dot begins no extension.
+/// Returns `model.step-40.safetensors` for `model.safetensors`, and `llama-3.1.best` for `llama-3.1`, whose last dot
+/// begins no extension.
 fn beside(path: &Path, mark: &str) -> PathBuf {
     match path.extension().filter(|extension| *extension == EXTENSION) {
         Some(_) => path.with_extension(format!("{mark}.{EXTENSION}")),
@@ -166,7 +166,7 @@ fn step_mark(steps: usize) -> String {
     format!("step-{steps}")
 }
 
-/// Returns the path of `--save` of the run that kept this file, given that run's `--keep`.
+/// Returns the `--save` path of the run that kept this file; `keep` is that run's `--keep`.
 pub(crate) fn place_of_run(file: &Path, keep: Option<&str>) -> PathBuf {
     let whole = || file.to_owned();
     let (Some(keep), Some(name)) = (keep, file.file_name().and_then(|name| name.to_str())) else {

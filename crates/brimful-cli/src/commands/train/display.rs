@@ -36,7 +36,7 @@ struct JsonLine<'a, T> {
 impl Display {
     /// Starts the display with an introduction to the training.
     pub(super) fn new(trainer: &Trainer) -> Result<Self> {
-        // Every rank takes part: what is known of the model may be spread over them.
+        // Every rank takes part: the model's variables may be spread over the ranks.
         let introduction = introduce(trainer)?;
         if !trainer.options.json && trainer.is_first() {
             output::prose(&introduction)?;
@@ -81,8 +81,8 @@ impl Display {
         tell(epoch, trainer)
     }
 
-    /// Describes an automatic size: the sizes that failed, and the one taken if it is new, the first time with those
-    /// that were probed.
+    /// Describes an automatic size: the sizes that failed, and the one taken if it is new. The first description also
+    /// lists the sizes that were probed.
     fn sizing(&mut self, decisions: &[Decision], unit: &str) -> Vec<String> {
         let is_try = |decision: &&Decision| matches!(decision.why, Why::Probe | Why::Measure);
         let tried = match self.said {

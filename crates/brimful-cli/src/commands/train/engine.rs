@@ -1,5 +1,5 @@
-//! Interface between the training loop and the engines that run its steps, whole models or a pipeline, and the code
-//! that both engines share.
+//! Interface between the training loop and its two engines, for whole models and for a pipeline, and code that both
+//! share.
 
 use anyhow::{Result, bail};
 use brimful::micro::MemoryFormat;
@@ -69,7 +69,7 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
         false
     }
 
-    /// Describes the devices that it trains on.
+    /// Describes the devices that the model trains on.
     fn place(&self) -> String;
 
     /// Returns the devices whose peaks the steps report, with their memory limits.

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-/// Cut of an epoch into mini-batches of one size and a rest, some of which make a step together.
+/// Cut of an epoch into mini-batches of one size, and a smaller one of the rest. Several mini-batches make a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EpochCut {
     samples: usize,
@@ -14,7 +14,7 @@ pub(super) struct EpochCut {
 }
 
 impl EpochCut {
-    /// Cuts at least one sample into mini-batches of this size.
+    /// Cuts this many samples into mini-batches of `batch_size`, or of all samples if there are fewer.
     pub(super) fn new(samples: usize, batch_size: usize, accumulate: usize) -> Self {
         Self { samples, size: batch_size.clamp(1, samples.max(1)), accumulate }
     }

@@ -10,7 +10,7 @@ use crate::named::{self, Comparison};
 use crate::progress;
 use crate::saved_weights::SavedWeights;
 
-/// Loads into the model the weights that the file has for it.
+/// Loads the file's weights into the model. With `partial`, loads only those that fit by name and shape.
 pub(super) fn load(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<()> {
     let weights = SavedWeights::read(path)
         .map(SavedWeights::into_tensors)

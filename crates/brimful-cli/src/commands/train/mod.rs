@@ -93,7 +93,7 @@ fn train(trainer: &mut Trainer) -> Result<Exit> {
     let mut checkpoints = Checkpoints::new(trainer);
     let mut logs = open_logs(trainer)?;
     loop {
-        // First does what an interrupted run may have left undone after its last step.
+        // Comes first, because a resumed run may still have to test and save after its last step.
         look(trainer, &mut display, &mut checkpoints, &mut logs)?;
         if trainer.is_over() {
             break;

@@ -1,4 +1,5 @@
-//! Fingerprints that recognise data and model folders: as the same under a new path, as others under the old one.
+//! Fingerprints of data and model folders. They recognise the same content at a new path, and other content at the old
+//! path.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -13,31 +14,31 @@ use crate::setting::ModelSource;
 const BEGINNING: u64 = 1 << 20;
 /// Number of a folder's files whose sizes and samples count; the others count by name only.
 const SIZED: usize = 1000;
-/// Number of pieces that are sampled of all files together, at least one of each.
+/// Number of pieces sampled from all files together; each file has at least one.
 const PIECES: u64 = 64;
-/// Bytes of a piece: the header of most safetensors files is within the first.
+/// Bytes of a piece. The first piece covers the header of most safetensors files.
 const PIECE: u64 = 1 << 16;
 /// Files of a model's folder that a training depends on, beside its weights.
 const DESCRIPTIONS: [&str; 3] = ["config.json", "tokenizer.json", "adapter_config.json"];
 
-/// Suffixes of the metadata keys of fingerprints, after the name of their flag: names, sizes and a file's beginning,
-/// and samples of the bytes, which runs of earlier versions lack.
+/// Suffix of the metadata key, after the flag's name, for the fingerprint of names, sizes and a file's beginning.
 const CONTENT: &str = "-content";
+/// Suffix for the fingerprint of sampled bytes, which runs of earlier versions lack.
 const SAMPLED: &str = "-sampled";
 
-/// Content of what a flag names, compared with the content when the run was saved.
+/// Comparison of the content at a flag's path with the content when the run was saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
     Same,
     Other,
-    /// One of them has no fingerprint.
+    /// One of the two has no fingerprint.
     Unknown,
 }
 
-/// Returns whether a file of a folder counts.
+/// Function that returns whether the content of a folder's file is sampled.
 type IsRead = fn(&Path) -> bool;
 
-/// Computes the fingerprints of what the run reads, for its file.
+/// Computes the fingerprints of the run's data, model and adapter, for its metadata.
 pub(super) fn contents(options: &TrainOptions) -> Metadata {
     let model = match &options.model {
         ModelSource::Folder(folder) => Some(folder.as_path()),
@@ -66,13 +67,14 @@ fn describes_model(path: &Path) -> bool {
     is_direct && (is_weights || DESCRIPTIONS.iter().any(|name| path == Path::new(name)))
 }
 
-/// Compares what a flag names now with what it named then, at the same path or another.
+/// Compares the content at a flag's path now with the content when the run was saved. `is_moved` is true if the path
+/// has changed.
 pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: bool) -> Content {
     let is_same = |suffix: &str| {
         let key = format!("{flag}{suffix}");
         Some(then.get(&key)? == now.get(&key)?)
     };
-    // Into a model's folder, files that a training does not read may come.
+    // A model's folder may have new files that a training does not read. At the same path, only samples are compared.
     let content = is_same(CONTENT).filter(|_| is_moved || flag == "data");
     match (content, is_same(SAMPLED)) {
         (None, None) => Content::Unknown,
@@ -81,8 +83,8 @@ pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: boo
     }
 }
 
-/// Fingerprints a file by its size and beginning, or a folder by the names and sizes in it; and either by samples of
-/// the files that are read. Returns none for pipes, which can be read only once.
+/// Computes two fingerprints. The first covers a file's size and beginning, or the names and sizes in a folder. The
+/// second covers samples of the files that are read. Returns none for pipes, which can be read only once.
 fn marks(path: &Path, is_read: IsRead) -> io::Result<Option<[String; 2]>> {
     let found = fs::metadata(path)?;
     if found.is_file() {

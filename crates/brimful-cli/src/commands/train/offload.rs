@@ -1,4 +1,4 @@
-//! Offloading of some or all of a model to the host: the flag, and the decision for a model and the memory at hand.
+//! Offloading of some or all of a model to the host: the flag, and the decision for a model and the free memory.
 
 use anyhow::Result;
 use brimful::balance;
@@ -41,7 +41,7 @@ pub(super) struct MeasuredInputs {
 }
 
 impl OffloadPlan {
-    /// Resolves the options for a model on `devices` devices of each rank. Collective: every rank takes part.
+    /// Decides what to offload, for pipelines of `devices` devices. Collective: every rank takes part.
     pub(super) fn settle(
         layers: &Layers,
         devices: usize,
@@ -56,7 +56,7 @@ impl OffloadPlan {
         }
         let device = options.devices(world, 1)?[0];
         let here = capacity(device, options.memory_limit)?.map(|capacity| capacity.0);
-        // All ranks decide by the least capacity, and so alike.
+        // All ranks use the least capacity, so they decide alike.
         let capacities = world.share("capacity", &here)?;
         let Some(capacity) = capacities.into_iter().flatten().min() else {
             return Ok(Self::Device);
@@ -67,7 +67,7 @@ impl OffloadPlan {
         if needed <= capacity_of_all / 2 {
             return Ok(Self::Device);
         }
-        // A model that does not fit offloaded either fails on its devices, with the more precise error.
+        // A model that does not fit even if offloaded stays on its devices, and fails there with a more precise error.
         let fits_offloaded = options.stages.schedule.is_none_or(is_offloadable)
             && LeastBytes::of(layers, options, options.dtype().kind())?.offloaded <= capacity;
         let all = || if fits_offloaded { Self::Host } else { Self::Device };
@@ -85,7 +85,7 @@ impl OffloadPlan {
         }
     }
 
-    /// Makes a builder of a pipeline over `devices` devices, cut and offloaded as decided.
+    /// Makes a builder of a pipeline over `devices` devices, balanced and offloaded as decided.
     pub(super) fn builder(
         self,
         layers: Layers,
@@ -146,8 +146,8 @@ fn trained_share(layers: &Layers) -> Result<f64> {
     Ok(if added == 0 { 1.0 } else { added as f64 / all as f64 })
 }
 
-/// Returns whether offloaded stages can run this schedule: with a split backward, at most two of them on a device, one for
-/// each device buffer.
+/// Returns whether offloaded stages can run this schedule. A split backward allows at most two stages on a device, one
+/// for each device buffer.
 pub(super) fn is_offloadable(schedule: Schedule) -> bool {
     !schedule.splits_backward() || schedule.stages_per_device() <= 2
 }
@@ -177,10 +177,10 @@ fn resident_factor(layers: &Layers, options: &TrainOptions, kind: Kind) -> Resul
 pub(super) struct LeastBytes {
     /// Bytes of all weights, their gradients and the optimizer's state.
     pub(super) resident: u64,
-    /// The same with the finest cut: of the largest layer.
+    /// Bytes of the largest layer, its gradients and its optimizer state: the largest stage of the finest cut.
     pub(super) of_stage: u64,
-    /// Bytes when fully offloaded: the weights and gradients of the two largest layers, of which one computes while
-    /// the other is in transfer, and what an update of the largest one brings.
+    /// Bytes when fully offloaded. These are the weights and gradients of the two largest layers, because one computes
+    /// while the other is transferred. The update adds gradients and optimizer state of the largest layer.
     pub(super) offloaded: u64,
 }
 
@@ -204,7 +204,7 @@ impl LeastBytes {
 /// Cut of a model into stages, and the schedule that runs them.
 type StageCut = (BalanceBy, Schedule);
 
-/// Cuts by the time that layers take for these inputs, all on their devices.
+/// Balances resident stages by the times of their layers for these inputs.
 fn resident(
     layers: &Layers,
     devices: usize,
@@ -220,7 +220,7 @@ fn resident(
     };
     check_stages(count, layers.len(), "", fewer)?;
     if count == 1 {
-        // The only stage has every layer, whatever they cost.
+        // A single stage has every layer, whatever the layers cost.
         return Ok(([layers.len()].into(), schedule));
     }
     let sample = typed(&inputs.micro_batch, options.dtype().kind());

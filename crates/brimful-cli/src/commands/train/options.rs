@@ -1,4 +1,4 @@
-//! The command line of `brimful train`.
+//! Command line of `brimful train`.
 
 use std::fmt;
 use std::path::Path;
@@ -200,8 +200,7 @@ impl TrainOptions {
         }
     }
 
-    /// Returns the number of samples in the largest micro-batch; for an automatic size a guess, to measure layers
-    /// with.
+    /// Returns the number of samples in the largest micro-batch. An automatic size is guessed, to measure layers with.
     pub(super) fn guessed_micro_batch(&self, batch_size: usize) -> usize {
         self.given_micro_batch(batch_size).unwrap_or_else(|| batch_size.div_ceil(8))
     }

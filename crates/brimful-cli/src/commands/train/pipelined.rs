@@ -39,7 +39,7 @@ pub(super) struct Pipelined {
 /// Devices, ranks and replicas of the model, for its description.
 #[derive(Debug)]
 struct StagePlaces {
-    /// Offloading of its stages, in words.
+    /// Description of the offloading; empty if no stage is offloaded.
     offload_text: String,
     /// Devices of this rank.
     devices: Vec<Device>,
@@ -48,8 +48,8 @@ struct StagePlaces {
 }
 
 impl Pipelined {
-    /// Builds the pipeline. The model is cut by the time that its layers take for `inputs`; as finely as possible if
-    /// it is fully offloaded; or as planned.
+    /// Builds the pipeline. Resident stages are balanced by the times of their layers for `inputs`. A fully offloaded
+    /// model is cut as finely as possible, and a planned one as planned.
     pub(super) fn new(
         layers: Layers,
         world: &World,

@@ -1,4 +1,4 @@
-//! Training over several processes: the world that this one belongs to, and the use of its ranks.
+//! Training over several processes: their world, and the use of its ranks.
 
 use std::env;
 use std::time::Duration;
@@ -54,8 +54,8 @@ impl RankOptions {
         (each * world.size() == self.replicas).then_some(each)
     }
 
-    /// Returns the number of parts that the ranks load of a mini-batch: one for each group of ranks with replicas of
-    /// its own.
+    /// Returns the number of parts into which the ranks divide a mini-batch. The ranks of one replica load the same
+    /// part.
     pub(super) fn parts(&self, world: &World) -> usize {
         self.replicas.min(world.size())
     }
@@ -87,7 +87,7 @@ impl RankOptions {
     }
 }
 
-/// Refuses what the ranks cannot do together, before any of them builds its part.
+/// Refuses options that the ranks cannot run together, before any rank builds its part of the model.
 pub(super) fn check(world: &World, options: &TrainOptions) -> Result<()> {
     let (ranks, replicas) = (world.size(), options.ranks.replicas);
     if ranks == 1 {

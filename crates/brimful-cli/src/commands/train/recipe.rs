@@ -69,7 +69,7 @@ pub(super) enum TunedWeights {
 const STEPS_PER_WARMUP: usize = 33;
 
 impl Recipe {
-    /// Returns the recipe with this optimizer and the defaults of all else.
+    /// Returns the recipe with this optimizer, and with defaults for all other options.
     pub(crate) fn usual(optimizer: OptimizerName, state: Option<OptimizerState>) -> Self {
         Self {
             optimizer,
@@ -128,7 +128,7 @@ impl Recipe {
         Ok(())
     }
 
-    /// Returns the optimizer, with weight decay for all parameters but biases and norms.
+    /// Returns the optimizer and its settings. Engines apply the weight decay to matrices only.
     pub(crate) fn method(&self) -> Method {
         let rate = |default| self.learning_rate.unwrap_or(default);
         let of_adam = match self.tunes {
@@ -154,7 +154,7 @@ impl Recipe {
                 let usual = self.tunes.map_or(1e-2, |_| of_adam);
                 Adafactor::new(rate(usual)).weight_decay(decay(0.0)).into()
             }
-            // Its steps are as large as AdamW's, which it shares the learning rate with.
+            // Muon's steps are scaled to the size of AdamW's, so both have the same default learning rate.
             OptimizerName::Muon => Muon::new(rate(of_adam))
                 .adjusted_rate(AdjustedRate::MatchRmsAdamw)
                 .weight_decay(decay(0.1))
@@ -219,7 +219,7 @@ pub enum OptimizerState {
 shown_as_given!(OptimizerState);
 
 impl OptimizerState {
-    /// Returns the library's name of it.
+    /// Returns the library's state format.
     pub fn format(self) -> StateFormat {
         match self {
             Self::F32 => StateFormat::F32,

@@ -87,7 +87,7 @@ fn size(size: MicroBatches) -> String {
     }
 }
 
-/// Returns whether any of these files is wanted.
+/// Returns whether any record of the run is requested.
 pub(super) fn are_wanted(options: &TrainOptions) -> bool {
     let files = [&options.stages.trace, &options.files.record, &options.files.report];
     files.into_iter().any(Option::is_some)

@@ -28,7 +28,7 @@ impl Running {
         Self { steps, loss, ..Self::default() }
     }
 
-    /// Adds a step on a share of the epoch's samples, with the time it took in all.
+    /// Adds a step. `share` is the step's share of the epoch's samples, and `time` its whole time.
     pub(super) fn add(&mut self, step: &Record, share: f64, time: Duration) {
         self.steps += 1;
         self.samples += step.samples;

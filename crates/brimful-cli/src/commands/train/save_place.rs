@@ -16,7 +16,7 @@ use crate::files::folder_of;
 use crate::fine_tune::FineTune;
 use crate::output;
 
-/// Inputs for the size and number of the files that a run will save.
+/// Inputs to compute the size and number of the files that a run will save.
 #[derive(Debug)]
 pub(super) struct ToSave<'a> {
     pub(super) options: &'a TrainOptions,
@@ -28,8 +28,8 @@ pub(super) struct ToSave<'a> {
 }
 
 impl ToSave<'_> {
-    /// Locks the path of `--save`, if there is one, until the returned lock is dropped. The first rank does so, and
-    /// shares the result with all ranks.
+    /// Locks the path of `--save` until the returned lock is dropped, and checks the free bytes of its disk. The first
+    /// rank does so, and shares its error with all ranks.
     pub(super) fn claim(&self, world: &World) -> Result<Option<ClaimedPlace>> {
         let path = self.options.files.save.as_deref();
         let path = path.filter(|path| world.rank() == 0 && save::place(path).is_some());
@@ -64,8 +64,8 @@ impl ToSave<'_> {
         Ok(())
     }
 
-    /// Returns the bytes of one save: the model, the optimizer's state and averages of weights; for a folder, the
-    /// model and what the run needs beside it to resume.
+    /// Returns the bytes of one save: the model, the optimizer's state and the averages of weights. A folder may hold
+    /// some weights twice: in the model's files, and in the file to resume from.
     fn bytes(&self) -> Result<Bytes> {
         let options = self.options;
         let _shapes_alone = meta::enter();
@@ -94,7 +94,7 @@ impl ToSave<'_> {
         Ok(Bytes(model + state as u64 + averages))
     }
 
-    /// Returns how many more files than now will exist at once: those that are kept, and the one being written.
+    /// Returns how many files the run adds at most: kept files that do not exist yet, and the one being written.
     fn files(&self, path: &Path) -> u64 {
         let files = &self.options.files;
         let before_last = self.options.length.steps(self.in_epoch).saturating_sub(1);
@@ -108,7 +108,7 @@ impl ToSave<'_> {
     }
 }
 
-/// Returns the free bytes of the path's file system for this user; unknown for some.
+/// Returns the free bytes of the path's file system for this user; none if the file system does not report them.
 fn free_bytes(path: &Path) -> Option<Bytes> {
     let found = rustix::fs::statvfs(folder_of(path)).ok().filter(|found| found.f_blocks > 0)?;
     Some(Bytes(found.f_bavail.saturating_mul(found.f_frsize)))

@@ -23,8 +23,9 @@ use crate::saved_weights::{
     AVERAGES, CLASSES, EPOCH, OPTIMIZER, PIXELS, model_alone, run_file, taken,
 };
 
-/// Metadata keys: steps done in the next epoch, and their part of its loss.
+/// Metadata key of the steps done in the current epoch.
 const STEP: &str = "step";
+/// Metadata key of the part of the epoch's loss that these steps contributed.
 const LOSS: &str = "loss";
 /// Metadata key of the number of samples in an epoch.
 const SAMPLES: &str = "samples";
@@ -71,7 +72,7 @@ impl SavedRun {
         };
         let has_averages = trainer.options.recipe.ema.is_some();
         let run = match goes_on {
-            // Leaves out the tensors that the folder's own files have, and those that are not trained.
+            // Leaves out tensors that the folder's other files have, and tensors that are not trained.
             true => Self::of_run(trainer, |name| folder.lacks(name, has_averages))?,
             false => Self { tensors: Vec::new(), metadata: Metadata::new(), model: None },
         };
@@ -92,7 +93,7 @@ impl SavedRun {
         Ok(tensors)
     }
 
-    /// Takes all of the run, with the model's wanted tensors.
+    /// Takes the whole run; of the model, only the wanted tensors.
     fn of_run(trainer: &Trainer, is_wanted: impl Fn(&str) -> bool) -> Result<Self> {
         let Kept { optimizer, averages } = trainer.engine.kept()?;
         let mut tensors = trainer.engine.variables()?;
@@ -157,7 +158,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     Ok(())
 }
 
-/// Says what a folder without a run is for.
+/// Says how to use a folder that has no run.
 fn without_run(folder: &Path) -> String {
     let shown = folder.display();
     if is_adapter(folder) {
@@ -175,7 +176,7 @@ fn without_run(folder: &Path) -> String {
     )
 }
 
-/// Says how to begin with a file of weights that is no run.
+/// Says how to use a file that has weights but no run.
 fn weights_alone(file: &Path) -> String {
     let folder = folder_of(file);
     let shown = folder.display();
@@ -190,7 +191,7 @@ fn weights_alone(file: &Path) -> String {
     }
 }
 
-/// Checks that the data is what the run was made with, as far as it has read it.
+/// Checks that the run can continue with the data. Within an epoch, the data must not have changed.
 fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Result<()> {
     ensure!(
         running.steps <= trainer.steps(),
@@ -242,8 +243,8 @@ fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata)
     (taken(prefix, tensors), metadata.iter().filter_map(text).collect())
 }
 
-/// Adds the model's tensors that a folder's run lacks, because the folder has them or they are still those of the
-/// pretrained model.
+/// Adds the model's tensors that the run's file in a folder lacks. They are in the folder's other files, or unchanged
+/// from the pretrained model.
 fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> {
     let Some(folder) = &trainer.folder else {
         bail!("it is the folder of a fine-tuned model: give --model FOLDER")
@@ -322,7 +323,8 @@ pub(super) fn told(options: &TrainOptions) -> Metadata {
     told.filter_map(|(flag, text)| Some((flag.to_owned(), text?))).collect()
 }
 
-/// Returns these options in the order in which they are compared; `None` for one that is optional and was not given.
+/// Lists the options that a resumed run must share, in the order of comparison; `None` for an option that was not
+/// given.
 fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 19] {
     fn said(value: Option<impl ToString>) -> Option<String> {
         value.map(|value| value.to_string())

@@ -45,11 +45,11 @@ pub struct Trainer {
     pub(super) world: World,
     /// Pretrained model, if the training starts from a folder.
     pub(super) folder: Option<Arc<FineTune>>,
-    /// Number of parts that the ranks load of a mini-batch.
+    /// Number of parts into which the ranks divide a mini-batch.
     parts: usize,
     pub(super) dataset: Dataset,
     pub(super) cut: EpochCut,
-    /// Learning rate at its peak.
+    /// Peak learning rate.
     pub(super) rate: f64,
     /// Automatic micro-batch size last taken.
     found: Option<usize>,
@@ -59,7 +59,7 @@ pub struct Trainer {
     pub(super) running: Running,
     pub(super) tests: TestsSoFar,
     pub(super) recorder: Recorder,
-    /// Fingerprints of what the run reads.
+    /// Fingerprints of the run's data, model and adapter.
     pub(super) contents: Metadata,
     /// Lock on the path of `--save`, held while the run lasts.
     _place: Option<ClaimedPlace>,
@@ -227,8 +227,8 @@ impl Trainer {
 
     /// Takes the next step of the epoch, which the caller records; `ticker` counts its samples while it runs.
     ///
-    /// The order of each epoch and the random numbers of each step have seeds of their own, so that a step that is
-    /// repeated or resumed has the same ones.
+    /// The order of each epoch and the random numbers of each step have their own seeds. A repeated or resumed step has
+    /// the same seeds.
     pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
         tch::manual_seed(seed_of(self.options.seed, self.epoch + 1, self.running.steps + 1));
@@ -308,7 +308,7 @@ impl Trainer {
         Ok(TestFigures { step, epoch: self.epoch + 1, loss, accuracy, best })
     }
 
-    /// Returns this rank's part of a mini-batch, whose positions all ranks know.
+    /// Returns this rank's part of a mini-batch at these positions.
     fn own_part(&self, places: Range<usize>) -> Result<Range<usize>> {
         let ranks = self.world.size() / self.parts;
         let parts = split::by_count(places.len(), self.parts)?;
@@ -360,8 +360,8 @@ fn weighted_mean(values: &[f64], weights: &[f64]) -> (f64, f64) {
     })
 }
 
-/// Returns a seed for each step of each epoch, for the epoch's order (step 0), and for what precedes all epochs
-/// (epoch 0). Nearby steps get seeds that are far apart.
+/// Returns the seed of a step. Step 0 is for the epoch's order, and epoch 0 for the initial parameters. Nearby steps
+/// get seeds that are far apart.
 fn seed_of(seed: u64, epoch: usize, step: usize) -> i64 {
     let epoch = (epoch as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let step = (step as u64).wrapping_mul(0xD1B5_4A32_D192_ED03);

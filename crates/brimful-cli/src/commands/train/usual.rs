@@ -9,7 +9,7 @@ use super::{TrainOptions, Trainer};
 use crate::data::Sample;
 use crate::setting::NumberType;
 
-/// Default limit on the tokens of a mini-batch, each sample counted as long as it may be.
+/// Default limit on the tokens of a mini-batch, with every sample counted at its greatest length.
 const BATCH_TOKENS: i64 = 16_384;
 
 /// Defaults of a fine-tuning; none for a training from scratch.

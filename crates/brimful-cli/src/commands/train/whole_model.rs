@@ -35,7 +35,7 @@ pub(super) struct WholeModel {
     /// True if micro-batches may run as CUDA graphs.
     cuda_graphs: bool,
     ranks: usize,
-    /// Bytes that a step needs for any size of its micro-batches.
+    /// Bytes that a step needs at any micro-batch size.
     fixed: FixedBytes,
 }
 
@@ -56,7 +56,7 @@ impl WholeModel {
     ) -> Result<Self> {
         let devices = options.devices(world, each)?;
         let accounts = match devices[..] {
-            // A single device keeps its own name.
+            // The account of a single device has the device's own name.
             [only] => vec![within(Memory::of(only)?, options.memory_limit)?],
             _ => accounts(&devices, options.memory_limit)?,
         };

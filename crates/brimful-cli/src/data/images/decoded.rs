@@ -12,8 +12,8 @@ use super::view::ImageView;
 
 /// First bytes of a JPEG.
 const JPEG: [u8; 2] = [0xff, 0xd8];
-/// Mean and deviation of the red, green and blue pixels of photographs, from 0 to 255: the values that torchvision's
-/// weights were trained with.
+/// Mean and deviation of red, green and blue pixels in ImageNet, from 0 to 255, which torchvision's weights were
+/// trained with.
 const MEAN: [f32; 3] = [123.675, 116.28, 103.53];
 const DEVIATION: [f32; 3] = [58.395, 57.12, 57.375];
 
@@ -23,7 +23,7 @@ pub(super) fn check(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Reads the colours of a file's pixels, as bytes: 1 × 3 × height × width.
+/// Reads a file's pixels as RGB bytes: 1 × 3 × height × width.
 pub(super) fn pixels(path: &Path) -> Result<Tensor> {
     let bytes = fs::read(path)?;
     // The decoder fills a missing part with grey, so a truncated file is detected here.
@@ -35,7 +35,8 @@ pub(super) fn pixels(path: &Path) -> Result<Tensor> {
     Ok(pixels.view([1, i64::from(height), i64::from(width), 3]).permute([0, 3, 1, 2]))
 }
 
-/// Returns whether the rest of a JPEG has its end marker, ignoring that of a thumbnail within a segment.
+/// Returns whether the rest of a JPEG has its end marker. The end marker of a thumbnail within a segment does not
+/// count.
 fn has_end(mut rest: &[u8]) -> bool {
     loop {
         // Skips entropy-coded data, in which a marker's first byte is followed by a 0 or by a restart marker.

@@ -1,4 +1,4 @@
-//! Images of a folder as a training gets them, for benchmarks of loading alone.
+//! Loader of a folder's images as a training uses it, for benchmarks of data loading.
 
 use std::path::Path;
 

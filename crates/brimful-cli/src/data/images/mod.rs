@@ -20,7 +20,7 @@ use samples::{ImageFile, ImageSamples};
 
 /// File extensions of images.
 const ENDINGS: [&str; 3] = ["jpg", "jpeg", "png"];
-/// Number of broken images that are named; the others are counted.
+/// Limit on the number of broken images that are named; the others are only counted.
 const NAMED: usize = 10;
 /// Images checked between two updates of the progress line.
 const AT_A_LOOK: usize = 1024;
@@ -28,7 +28,7 @@ const AT_A_LOOK: usize = 1024;
 /// Classes by name, each with its images sorted by name.
 type Classes = BTreeMap<String, Vec<PathBuf>>;
 
-/// Returns whether a folder is one of images.
+/// Returns whether a folder has subfolders, as a folder of image classes does.
 pub(super) fn has_classes(folder: &Path) -> Result<bool> {
     Ok(entries(folder)?.iter().any(|path| path.is_dir()))
 }
@@ -87,8 +87,8 @@ pub(crate) fn are_images(path: &Path) -> Result<bool> {
     Ok(entries(path)?.iter().any(|entry| entry.is_dir() || is_image(entry)))
 }
 
-/// Opens image files, or all images of a folder. In a folder with one subfolder per class, images of classes that the
-/// model knows have targets; those of others have -1.
+/// Opens image files, or all images of a folder. Images in a folder with one subfolder per class have targets; other
+/// images have -1. Fails if `known` lacks a class of the folder.
 pub(crate) fn open_new(
     paths: &[PathBuf],
     side: Option<usize>,
@@ -121,7 +121,7 @@ fn unlabelled(paths: Vec<PathBuf>) -> Result<Vec<ImageFile>> {
     paths.into_iter().map(file).collect()
 }
 
-/// Lists all images of a folder's classes; if the folder is split, those of the test split.
+/// Lists the images of a folder's classes; of the test split, if the folder is split. Fails if `known` lacks a class.
 fn labelled(folder: &Path, known: Option<Vec<String>>) -> Result<(Vec<ImageFile>, Vec<String>)> {
     let classes = match splits_of(folder) {
         Some([_, test]) => subfolders(&test)?,
@@ -177,7 +177,7 @@ fn splits(folder: &Path) -> Result<(Classes, Option<Classes>)> {
     }
 }
 
-/// Lists the classes of a folder to train on: at least two.
+/// Lists the classes of a folder to train on. Fails with fewer than two.
 fn classes(folder: &Path) -> Result<Classes> {
     let classes = subfolders(folder)?;
     ensure!(

@@ -1,4 +1,4 @@
-//! Image samples, decoded in parallel by one thread per core.
+//! Image samples, decoded in parallel by several threads.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

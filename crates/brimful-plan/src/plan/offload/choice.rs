@@ -2,7 +2,7 @@
 
 use crate::schedule::{Actions, Location, Recompute, Simulation, Transfers};
 
-/// Choice for every stage that fits.
+/// Choice for every stage, with which the step fits.
 #[derive(Debug, Clone)]
 pub struct OffloadChoice {
     /// Recomputation of each stage.

@@ -20,7 +20,7 @@ pub enum OffloadError {
     DeviceTooSmall {
         /// Number of the device.
         device: DeviceId,
-        /// Its stage that takes most.
+        /// Stage that takes most of its memory.
         stage: StageId,
         /// Peak bytes.
         needed: u64,

@@ -20,11 +20,11 @@
 //! # Ok::<(), brimful_plan::plan::offload::OffloadError>(())
 //! ```
 //!
-//! The search first estimates the cost of each stage in each of its ways, separately. A knapsack for each
-//! device then picks the best ways that fit, exactly for these estimates. The estimates leave out
-//! interactions (fetches that hide behind a neighbour, bytes in use at the same time), so each result is
-//! simulated, and the knapsack's capacity corrected by the excess or the rest. In the end single stages are
-//! changed while the simulated step gets shorter.
+//! The search first estimates the cost of each way to run a stage, separately for each stage. A knapsack for
+//! each device then picks the best ways that fit by these estimates. The estimates leave out interactions:
+//! fetches that overlap with a neighbour's compute, and bytes in use at the same time. So each result is
+//! simulated, and the excess or the free bytes correct the knapsack's capacity. In the end, single stages and
+//! pairs of stages are changed while the simulated step gets shorter.
 
 mod choice;
 mod error;
@@ -36,7 +36,7 @@ use crate::schedule::{Costs, Location, Schedule};
 pub use choice::OffloadChoice;
 pub use error::OffloadError;
 
-/// Request: a pipeline whose stages are cut, its devices, and the host. All its stages are trained.
+/// Request: a pipeline with a given balance, its devices, and the host. All its stages are trained.
 #[derive(Debug, Clone)]
 pub struct OffloadRequest<'a> {
     /// Costs of each stage and of the host link.
@@ -49,14 +49,14 @@ pub struct OffloadRequest<'a> {
     pub memory: Vec<Option<u64>>,
     /// Memory of the host in bytes; `None` for no limit.
     pub host_memory: Option<u64>,
-    /// Pairs of stages on one device that share parameters, which have a single place.
+    /// Pairs of stages on one device that share parameters; both are offloaded, or neither.
     pub ties: Vec<(usize, usize)>,
     /// Place of all stages' weights; `None` chooses it, with as many stages on their devices as fit.
     pub location: Option<Location>,
 }
 
 impl<'a> OffloadRequest<'a> {
-    /// Returns a request without limits, in which places are chosen.
+    /// Returns a request without limits, which lets the search choose the place of each stage's weights.
     #[must_use]
     pub fn new(costs: &'a Costs, schedule: Schedule, devices: usize, micro_batches: usize) -> Self {
         Self {

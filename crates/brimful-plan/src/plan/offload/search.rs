@@ -1,4 +1,4 @@
-//! Searches for the best ways of all stages: knapsacks, each simulated, then single changes.
+//! Searches for the best way to run each stage: simulates the results of knapsacks, then small changes.
 
 use crate::schedule::{
     Actions, CostError, DeviceId, Location, Recompute, StageId, StageLocation, Transfer,
@@ -9,8 +9,8 @@ use super::super::knapsack::{self, Offer};
 use super::ways::{Kept, StageStep, StageWay, WayCost};
 use super::{OffloadChoice, OffloadError, OffloadRequest};
 
-/// Number of corrections of the knapsack's capacity, each by the whole excess or rest of the simulation: a
-/// few are enough.
+/// Number of corrections of the knapsack's capacity; a few are enough, because each corrects the whole
+/// difference.
 const TRIES: usize = 6;
 
 /// Largest number of changes simulated in the end: nearly all single changes of a pipeline of 32 stages.
@@ -22,8 +22,9 @@ const ROUNDING: f64 = 1.0 - 1e-9;
 /// Numbers of device buffers to compare: two hide the fetches, one needs less memory.
 const DEVICE_BUFFERS: [usize; 2] = [2, 1];
 
-/// Prices of a byte in host memory, as parts of the step's time for all of them, for a host that is too
-/// small for the shortest step: from little to more than anything else.
+/// Prices of host memory, tried in this order until the offloaded bytes fit the host. A price is for all
+/// bytes that could be offloaded, as a multiple of the estimated time of all stages. The last one exceeds
+/// everything else.
 const HOST_PRICES: [f64; 5] = [0.0, 0.01, 0.1, 1.0, 100.0];
 
 /// One way of a stage: its index in [`StageWay::ALL`], and its cost.
@@ -32,7 +33,7 @@ type WayOffer = (usize, WayCost);
 /// Index of each stage's way in [`StageWay::ALL`].
 type Ways = Vec<usize>;
 
-/// Simulated ways.
+/// Way of each stage, and the simulated step.
 #[derive(Clone)]
 struct Tried {
     ways: Ways,
@@ -60,7 +61,7 @@ impl<'a> Search<'a> {
     }
 
     pub(super) fn best(&self) -> Result<OffloadChoice, OffloadError> {
-        // A model that fits loses nothing: no estimate decides about it.
+        // If the whole model fits, nothing is offloaded, whatever the estimates say.
         if self.request.location != Some(Location::Host) {
             let all = self.simulated(vec![0; self.offers.len()], 0)?;
             if self.over(&all.choice).is_none() {
@@ -87,7 +88,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Returns the best ways that fit, with as many buffers as the leanest ways, which fit on the devices.
+    /// Returns the best ways that fit. `leanest` fits on the devices, and has the number of device buffers.
     fn beyond_leanest(&self, leanest: &Tried) -> Result<Tried, OffloadError> {
         let mut least_over = None;
         for price in HOST_PRICES {
@@ -101,8 +102,8 @@ impl<'a> Search<'a> {
         Err(least_over.unwrap_or(OffloadError::HostTooSmall { needed: 0, memory: 0 }))
     }
 
-    /// Returns the best result of several knapsacks that fits on the devices. The first capacity is what
-    /// the leanest ways leave; then it is corrected by the excess or the rest.
+    /// Returns the best result of several knapsacks that fits on the devices. The first capacity is the
+    /// memory that the leanest ways leave free. The excess or the free bytes of each result correct it.
     fn knapsacks(&self, leanest: &Tried, price: f64) -> Result<Tried, OffloadError> {
         let mut capacities = self.capacities(leanest);
         let mut best: Option<Tried> = None;
@@ -153,8 +154,9 @@ impl<'a> Search<'a> {
         Ok(None)
     }
 
-    /// Returns at most `most` changes: of single stages, by their estimated gain, including losses, because
-    /// the simulation may decide otherwise; then of two stages, where one frees memory for the other.
+    /// Returns at most `most` changes. First come changes of single stages, sorted by estimated gain. They
+    /// include estimated losses, because the simulation may show a gain. Then come changes of two stages,
+    /// where one frees memory for the other.
     fn changes(&self, best: &Tried, most: usize) -> Vec<Ways> {
         let mut singles = Vec::new();
         for (j, offers) in self.offers.iter().enumerate() {
@@ -175,7 +177,7 @@ impl<'a> Search<'a> {
         singles.iter().map(|single| changed(&[*single])).chain(pairs).take(most).collect()
     }
 
-    /// Returns the knapsack's way for each stage, device by device.
+    /// Picks a way for each stage, by a knapsack for each device.
     fn picked(&self, capacities: &[u64], price: f64) -> Option<Ways> {
         let price = price * self.price_of_a_byte();
         let priced = |(way, cost): &WayOffer| {
@@ -191,7 +193,8 @@ impl<'a> Search<'a> {
         (0..self.placement.len()).filter(move |j| self.placement[*j].index() == device)
     }
 
-    /// Returns the total time over all bytes that could be offloaded.
+    /// Returns the unit of prices: the estimated time of all stages, divided by all bytes that could be
+    /// offloaded.
     fn price_of_a_byte(&self) -> f64 {
         let leanest = || self.offers.iter().filter_map(|offers| offers.last());
         let seconds: f64 = leanest().map(|(_, cost)| cost.seconds).sum();
@@ -199,7 +202,8 @@ impl<'a> Search<'a> {
         seconds / bytes.max(1.0)
     }
 
-    /// Returns the bytes for the stages' own needs on each device: its memory without shared bytes.
+    /// Returns the capacity of each device's knapsack: its memory without the bytes that stages share, such
+    /// as device buffers.
     fn capacities(&self, leanest: &Tried) -> Vec<u64> {
         let own = |d: usize, number: &dyn Fn(usize) -> usize| -> u64 {
             let bytes = self.stages_of(d).map(|j| self.offer(j, number(j)).device_bytes);
@@ -217,7 +221,7 @@ impl<'a> Search<'a> {
         self.request.memory.iter().enumerate().map(capacity).collect()
     }
 
-    /// Returns the bytes that each device has left, negative if it exceeds its memory; 0 without a limit.
+    /// Returns the free bytes of each device, negative if the step exceeds its memory; 0 without a limit.
     fn left(&self, choice: &OffloadChoice) -> Vec<i64> {
         let left = |(memory, peak): (&Option<u64>, u64)| difference(memory.unwrap_or(peak), peak);
         self.request.memory.iter().zip(choice.peak_bytes()).map(left).collect()
@@ -294,7 +298,7 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// Returns the stage that takes most of a device while it computes.
+    /// Returns the stage of a device that needs most memory while it computes.
     fn largest(&self, device: usize, fetched: bool) -> StageId {
         let bytes = |j: &usize| {
             let cost = &self.request.costs.stages[*j];

@@ -32,7 +32,7 @@ impl StageWay {
         Self { weights: Location::Host, kept: Kept::Nothing },
     ];
 
-    /// Returns the index of this way with its weights offloaded, in which no activations can be kept.
+    /// Returns the index of this way with its weights offloaded; it keeps at most the input.
     pub(super) fn at_host(self) -> usize {
         let kept = if self.kept == Kept::Nothing { Kept::Nothing } else { Kept::Input };
         let way = Self { weights: Location::Host, kept };
@@ -72,7 +72,7 @@ impl StageStep<'_> {
     pub(super) fn cost(&self, way: StageWay) -> WayCost {
         let cost = &self.costs.stages[self.stage.index()];
         let input = self.costs.input_bytes_of(self.stage);
-        // The schedule was made without recomputation: it holds the micro-batches in flight.
+        // `actions` has no recomputation, so `held` counts all micro-batches in flight.
         let under_way = self.actions.held(self.stage) as u64;
         let boundaries = under_way.saturating_mul(input);
         let activations = under_way.saturating_mul(cost.activation_bytes);
@@ -86,7 +86,7 @@ impl StageStep<'_> {
             Location::Host => (0, self.offloaded_bytes(cost)),
         };
         let host_link = self.host_link_times(way, cost, input as f64);
-        // A boundary is copied out once and in twice, its gradient once each.
+        // A boundary is copied out once and in twice, its gradient once in each direction.
         let disturbance = DISTURBANCE
             * (2.0 * host_link.fetch
                 + host_link.update_in
@@ -101,7 +101,8 @@ impl StageStep<'_> {
         }
     }
 
-    /// Returns the bytes of the weights, the optimizer's state, and gradients unless updates take them on the device.
+    /// Returns the bytes on the host: the weights, the optimizer's state, and the gradients unless stages are
+    /// updated in the backward.
     fn offloaded_bytes(&self, cost: &StageCost) -> u64 {
         let gradients = if self.costs.update_in_backward { 0 } else { cost.sent_bytes };
         cost.offloaded_bytes.saturating_add(cost.optimizer_bytes).saturating_add(gradients)
@@ -127,8 +128,8 @@ impl StageStep<'_> {
         }
     }
 
-    /// Compute and transfers overlap, so the longer one counts, separately in forward and backward: breadth
-    /// first has one fetch in each.
+    /// Returns the time of the stage in one step. Compute and transfers overlap, so the longer one counts.
+    /// Forward and backward are estimated separately, because breadth first has one fetch in each.
     fn seconds(&self, way: StageWay, cost: &StageCost, host_link: HostLinkTimes) -> f64 {
         let m = self.actions.micro_batches() as f64;
         let again = if way.kept == Kept::Activations { 0.0 } else { cost.recompute };
@@ -147,7 +148,7 @@ impl StageStep<'_> {
 #[derive(Debug, Clone, Copy)]
 struct HostLinkTimes {
     fetch: f64,
-    /// Of what an update needs, and of what it has changed.
+    /// Copy of the data that an update needs; `update_out` copies the data that it changed.
     update_in: f64,
     update_out: f64,
     sent: f64,

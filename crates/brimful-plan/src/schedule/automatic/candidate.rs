@@ -6,7 +6,7 @@ use super::Work;
 /// Steps that differ by less are equal: their times are sums in different orders.
 const ROUNDING: f64 = 1e-9;
 
-/// Simulated lists.
+/// Lists of actions, and their simulated time and memory.
 #[derive(Debug)]
 pub(in super::super) struct Candidate {
     pub(in super::super) actions: Actions,
@@ -45,8 +45,8 @@ impl Candidate {
         }))
     }
 
-    /// Whether it is better: by excess of memory, then by time; among equals less memory wins, then fewer
-    /// split backwards.
+    /// Returns whether it is better: by excess of memory, then by time. Among equals, less memory wins, then
+    /// fewer split backwards.
     pub(super) fn is_better(&self, other: &Self) -> bool {
         let rest = |of: &Self| (of.largest_peak, of.most_held, of.halved);
         if self.over != other.over {

@@ -100,7 +100,7 @@ impl<'a> GreedyRun<'a> {
         }
     }
 
-    /// Starts an action on a device, if it is free and has one.
+    /// Starts an action on a device, if the device is free and an action is ready.
     fn look(&mut self, id: DeviceId, now: f64) {
         if self.devices[id.index()].free > now {
             return;
@@ -108,7 +108,7 @@ impl<'a> GreedyRun<'a> {
         let outlook = self.outlook(id, now);
         match self.choose(id, &outlook, now) {
             Some(action) => self.begin(id, action, now),
-            // An estimated arrival schedules no check: the sender does so when it starts.
+            // Estimated arrivals schedule no check: the sender schedules one when it starts.
             None => {
                 let known = |stage: &StageId| self.known_arrivals(*stage);
                 let later = self.devices[id.index()].stages.iter().flat_map(known);
@@ -153,7 +153,7 @@ impl<'a> GreedyRun<'a> {
                 if !self.has_capacity(device, action) {
                     outlook.is_full |= at <= now;
                 } else if at <= now {
-                    // The stage furthest along the model: its output is the closest to a gradient.
+                    // Take the stage furthest along the model: its output is the closest to a gradient.
                     outlook.forward = Some(action);
                 } else {
                     outlook.next = outlook.next.min(at);
@@ -253,7 +253,7 @@ impl<'a> GreedyRun<'a> {
             ActionKind::Forward => progress.boundaries.push(arrival),
             _ => progress.gradients_in.push(arrival),
         }
-        // A check now, too: a device that did not know of this input has none scheduled.
+        // Check now, too: a device that did not know of this input has no check scheduled.
         for at in [now, arrival] {
             self.looks.push(Reverse((SimulatedTime(at), to)));
         }
@@ -276,8 +276,8 @@ impl Work<'_> {
     /// Returns the bytes of an action; a gradient includes its recompute.
     fn hold(self, action: Action) -> Hold {
         let is_recomputed = self.recompute[action.stage.index()] != Recompute::Never;
-        // Consecutive stages on the same device are rare: the simulation counts the boundaries between
-        // them.
+        // Consecutive stages on the same device are rare, so only the simulation counts the boundaries
+        // between them.
         let held = HeldAs { is_recomputed, before: StageBefore::Elsewhere, is_after_here: false };
         let hold = Hold::new(&self.recipe.costs, action, held);
         if !(is_recomputed && action.kind.passes_gradient()) {

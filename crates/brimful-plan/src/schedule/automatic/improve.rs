@@ -6,17 +6,17 @@ use super::{Candidate, Work};
 /// Change of one device's list.
 #[derive(Debug, Clone, Copy)]
 enum Change {
-    /// Joins the split backward whose input gradient is here, in its place.
+    /// Replaces the input gradient at this position by the whole backward.
     Join(usize),
     /// Joins all split backwards without an action in between.
     JoinAll,
-    /// Swaps the action here with the next.
+    /// Swaps the action at this position with the next one.
     Swap(usize),
-    /// Transfers the weight gradient from the first position to the second.
+    /// Moves the weight gradient from the first position to the second.
     Bring(usize, usize),
 }
 
-/// Applies changes while the step improves, at most `tries` times.
+/// Tries up to `tries` changes, and keeps those that improve the step.
 pub(super) fn improve(
     work: Work<'_>,
     mut best: Candidate,
@@ -46,14 +46,14 @@ pub(super) fn improve(
     Ok(best)
 }
 
-/// Returns all changes of a list, those of many actions first.
+/// Returns all changes of a list, the change of many actions first.
 fn changes(list: &[Action]) -> Vec<Change> {
     let mut changes = vec![Change::JoinAll];
     for (at, action) in list.iter().enumerate() {
         match action.kind {
             ActionKind::InputGradient => changes.push(Change::Join(at)),
             ActionKind::WeightGradient => {
-                // A transfer by one is a swap; bubbles are seldom far away.
+                // A move by one position is a swap; bubbles are seldom far away.
                 changes.extend(
                     (2..=6).filter_map(|far| Some(Change::Bring(at, at.checked_sub(far)?))),
                 );
@@ -97,7 +97,7 @@ impl Change {
     }
 }
 
-/// Returns the list with all split backwards joined that have no action in between.
+/// Joins all split backwards that have no action between input gradient and weight gradient.
 fn joined(list: &[Action]) -> Vec<Action> {
     let mut joined: Vec<Action> = Vec::with_capacity(list.len());
     for &action in list {

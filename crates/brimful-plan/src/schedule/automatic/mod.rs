@@ -1,8 +1,8 @@
 //! Makes schedules from the measured times of stages, within the memory of the devices.
 //!
-//! Weight gradients, which no other stage waits for, fill the bubbles, as many as memory can hold back.
-//! Several policies and the named schedules with the same placement are played with the stages' times; the
-//! shortest one that fits is then improved by small changes.
+//! Weight gradients fill the bubbles, because no other stage waits for them; memory limits how many can be
+//! delayed. Several policies and the named schedules with the same placement are simulated with the stages'
+//! times. Small changes then improve the shortest one that fits.
 
 mod candidate;
 mod greedy;

@@ -27,12 +27,12 @@ impl Depth {
     }
 }
 
-/// Set of backwards that are split: both parts together take longer than the whole.
+/// Set of backwards that are split. Splitting has a price: both parts together take longer than the whole.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Halved {
     /// No backward.
     None,
-    /// The last micro-batches, as many as there are stages: before those the devices are busy anyway.
+    /// The last micro-batches, as many as there are stages: before them the devices are busy anyway.
     Last,
     /// The first and the last micro-batches, as many as there are stages each.
     Ends,
@@ -41,7 +41,7 @@ pub(super) enum Halved {
 }
 
 impl Halved {
-    /// Whether the backward of micro-batch `i` of `m` is split.
+    /// Returns whether the backward of micro-batch `i` of `m` is split.
     pub(super) fn splits(self, i: usize, m: usize, stages: usize) -> bool {
         match self {
             Self::None => false,

@@ -50,7 +50,8 @@ impl DeviceState {
         self.queues.iter().all(|queue| queue.pending.is_empty())
     }
 
-    /// Whether the input of an action was made on this device. For actions that take from no channel.
+    /// Returns whether the input of an action was made on this device, for an action that takes no input
+    /// from a channel.
     pub(super) fn has_made_input(&self, action: Action) -> bool {
         let made_by = match action.kind {
             ActionKind::Forward => return true,

@@ -14,7 +14,7 @@ use super::device::{DeviceState, Rank, most_held};
 /// Reorders the lists so that none holds more activations than the present maximum.
 ///
 /// `rank` gets each action and its position in its list. The actions of one kind on one stage keep their
-/// order. `None` if the limit stops all devices.
+/// order. Returns `None` if this limit stops all devices.
 pub(in super::super) fn reorder(
     lists: &[Vec<Action>],
     rank: impl Fn(usize, Action) -> Rank,
@@ -110,9 +110,10 @@ impl ListScheduler {
         all_done.then(|| self.devices.into_iter().map(|device| device.done).collect())
     }
 
-    /// Starts all actions that can start, the last device first, so that places open along the forwards'
-    /// direction. A most urgent action may get its place from a neighbour that decides later; only when no
-    /// device starts any more, one takes a less urgent action.
+    /// Starts all actions that can start, the last device first, because its forward frees a place for the
+    /// device before it. At first devices are patient: each waits if a neighbour that has not decided yet
+    /// may free a place for its most urgent action. When no patient device starts any more, the devices also
+    /// take less urgent actions.
     fn decide(&mut self) {
         let mut patient = self.awake.clone();
         let mut settling = self.awake.clone();
@@ -198,7 +199,7 @@ impl ListScheduler {
         }
     }
 
-    /// Whether the queue's next action can run as soon as the device is free.
+    /// Returns whether the queue's next action can run as soon as the device is free.
     fn can_promise(&self, by: DeviceId, queue: usize) -> bool {
         let device = &self.devices[by.index()];
         let Some(&(_, action)) = device.queues[queue].pending.front() else { return false };

@@ -11,7 +11,7 @@ use super::{Action, Actions, Costs, simulate};
 pub(super) use device::Rank;
 pub(super) use list_scheduler::reorder;
 
-/// Returns the lists with the shortest step, at one tick an action; the first of equal ones.
+/// Returns the lists with the shortest step, at one tick per action; the first of equal ones.
 pub(super) fn shortest(
     candidates: impl IntoIterator<Item = Vec<Vec<Action>>>,
 ) -> Option<Vec<Vec<Action>>> {

@@ -44,8 +44,9 @@ pub fn grid(actions: &Actions) -> Grid {
     Grid::new(actions, &simulation)
 }
 
-/// Draws actions and transfers, one tick each: under each device a row for transfers to it and one for transfers to the
-/// host, weights and gradients by their stage (`↓2`, `↑2`), boundaries by stage and micro-batch (`↓2.0`).
+/// Draws actions and transfers, one tick each. Under each device are a row for transfers to it and a row for
+/// transfers to the host. Weights and gradients are shown by their stage (`↓2`, `↑2`), boundaries by stage and
+/// micro-batch (`↓2.0`).
 ///
 /// # Errors
 /// If the transfers do not belong to the actions.
@@ -56,7 +57,7 @@ pub fn grid_with_transfers(actions: &Actions, transfers: &Transfers) -> Result<G
         output_bytes: 1,
         ..StageCost::new(1.0, 1.0, 1.0)
     };
-    // One byte a tick, so that every transfer takes one tick and begins with one.
+    // One byte per tick, so that every transfer takes exactly one tick.
     let host_link = HostLinkCost::equal(1.0);
     let costs = Costs { input_bytes: 1, host_link, ..Costs::equal(actions.stages(), one_byte) };
     Ok(Grid::new(actions, &simulate_transfers(actions, transfers, &costs)?))

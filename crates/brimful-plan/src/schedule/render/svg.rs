@@ -53,7 +53,7 @@ impl Panel<'_> {
         TITLE + self.simulation.devices().len() as f64 * self.device_height() + AXIS
     }
 
-    /// Height of a device's row, with those of its host link if there are transfers.
+    /// Returns the height of a device's row, including the rows of its host link if there are transfers.
     fn device_height(&self) -> f64 {
         let has_host_link = !self.simulation.host_links().is_empty();
         ROW + ROW_GAP + if has_host_link { 2.0 * (HOST_LINK_ROW + HOST_LINK_GAP) } else { 0.0 }

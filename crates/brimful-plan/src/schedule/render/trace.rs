@@ -74,7 +74,7 @@ fn tracks(timeline: &[Vec<Span>], host_links: &[HostLinkUse]) -> Vec<TraceEvent>
         events.push(track(device, format!("device {device}")));
         events.extend(spans.iter().map(|span| work(device, span)));
     }
-    // On the devices' own tracks, between their actions.
+    // Waits are on the devices' own tracks, between their actions.
     for (device, host_link) in host_links.iter().enumerate() {
         events.extend(host_link.waits.iter().map(|span| waiting(device, span)));
     }
@@ -141,7 +141,7 @@ fn lasting(tid: usize, start: f64, end: f64) -> TraceEvent {
     TraceEvent { phase: "X", start: start * MICROSECONDS, duration, tid, ..TraceEvent::default() }
 }
 
-/// Returns the memory in bytes if they are known, else as the number of activations.
+/// Returns the memory of a device over time: bytes if they are known, else the number of activations.
 fn memory(
     device: usize,
     actions: &Actions,

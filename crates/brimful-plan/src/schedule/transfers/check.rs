@@ -1,5 +1,5 @@
-//! Validates transfers: all data are in place before their use, and there are never more stages in device
-//! buffers than buffers.
+//! Validates transfers: all data are in place before their use, and each stage in a device buffer has a
+//! buffer of its own.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +8,7 @@ use super::error::{TransferError, TransferRule};
 use super::make::{waiting, waits_on_host};
 use super::{Location, Payload, StageLocation, Transfer, TransferKind};
 
-/// Checks that there is a place for each stage, and a device buffer if one is needed.
+/// Checks that there is a location for each stage, and a device buffer if one is needed.
 pub(super) fn numbers(
     lists: &[Vec<Action>],
     locations: &[StageLocation],
@@ -16,7 +16,7 @@ pub(super) fn numbers(
 ) -> Result<(), TransferError> {
     let last = lists.iter().flatten().map(|action| action.stage.index()).max();
     let needed = last.map_or(0, |last| last + 1);
-    // The lists may be a part of the schedule, so there may be places of stages without actions.
+    // The lists may be a part of the schedule, so there may be locations of stages without actions.
     if locations.len() < needed {
         return Err(TransferError::WrongStages { given: locations.len(), needed });
     }
@@ -122,7 +122,7 @@ impl MovingState<'_> {
         self.stages.contains(&stage)
     }
 
-    /// Whether the transfer belongs to this device: a boundary concerns its stage and the one before.
+    /// Returns whether this device may run the transfer. A boundary concerns its stage and the previous one.
     fn may_transfer(&self, one: Transfer) -> bool {
         let Some(location) = self.locations.get(one.stage.index()) else { return false };
         let is_here = self.has(one.stage);
@@ -173,7 +173,7 @@ impl MovingState<'_> {
         Ok(())
     }
 
-    /// Whether the action needs data that are still on the host.
+    /// Returns whether the action needs data that are still on the host.
     fn lacks(&self, action: Action) -> bool {
         let Action { stage, micro_batch, .. } = action;
         let next = StageId(stage.0 + 1);

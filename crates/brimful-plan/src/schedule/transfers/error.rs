@@ -9,12 +9,12 @@ use super::Transfer;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TransferError {
-    /// Places for another number of stages.
+    /// Locations for another number of stages.
     #[error(
         "locations of {given} stages were given, but the schedule has {needed} stages: give one per stage"
     )]
     WrongStages {
-        /// Number of places given.
+        /// Number of locations given.
         given: usize,
         /// Number of stages of the schedule.
         needed: usize,
@@ -56,16 +56,16 @@ pub enum TransferRule {
         "{0} is out of order: start transfers in their order, the last ones after the last action"
     )]
     OutOfOrder(Transfer),
-    /// Only offloaded stages of this device move.
+    /// Only offloaded stages and boundaries of this device are transferred.
     #[error("{0} belongs to a stage or boundary that is not offloaded: remove it")]
     NotAtHost(Transfer),
     /// Weights are fetched before they are used.
     #[error("{0} runs while the weights of its stage are on the host: fetch the stage first")]
     NotFetched(Action),
-    /// A stage is in one device buffer.
+    /// A stage is in at most one device buffer.
     #[error("{0} fetches a stage that is already on the device: remove it")]
     FetchedTwice(Transfer),
-    /// Stages in device buffers are at most as many as the buffers.
+    /// A stage is fetched only into a free device buffer.
     #[error(
         "{fetch} needs a device buffer, but all {device_buffers} are taken: release a stage before"
     )]

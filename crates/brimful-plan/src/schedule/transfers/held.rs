@@ -1,7 +1,7 @@
 //! Memory of a device while actions and transfers are played.
 //!
 //! ```text
-//! buffers       as large as the largest offloaded stage and what its update needs, all the time
+//! buffers       as large as the largest offloaded stage and the data of its update, all the time
 //! sums          of an offloaded stage, from its first backward until the next stage's sums are sent
 //! boundary      from its creation or arrival until the backward, except while it is offloaded
 //! its gradient  from its creation or arrival until the backward that takes it, except while it is offloaded
@@ -23,7 +23,7 @@ pub(super) struct HeldBytes {
     held_as: BTreeMap<(StageId, MicroBatchId), HeldAs>,
     /// Stages whose sums of gradients are, or were, on the device.
     summed: BTreeSet<StageId>,
-    /// Whether stages are updated in the backward: without an offloaded stage they are updated after it.
+    /// Whether stages are updated in the backward; false if no stage is offloaded.
     updates_in_backward: bool,
     /// Number of backwards that each stage still has to finish.
     left: BTreeMap<StageId, usize>,
@@ -85,13 +85,13 @@ impl HeldBytes {
         (clamp(self.peak_bytes), self.peak_held)
     }
 
-    /// Counts a boundary or its gradient: made here, received from another device, or allocated to come
-    /// back.
+    /// Counts a boundary or its gradient that is made here, received from another device, or allocated for a
+    /// copy from the host.
     pub(super) fn take(&mut self, time: f64, bytes: u64) {
         self.change(time, u128::from(bytes), 0);
     }
 
-    /// Frees a boundary or its gradient that the host has.
+    /// Frees a boundary or its gradient, of which the host has a copy.
     pub(super) fn give(&mut self, time: f64, bytes: u64) {
         self.change(time, 0, u128::from(bytes));
     }
@@ -100,7 +100,7 @@ impl HeldBytes {
         let cost = *self.costs.of(action);
         let keeps = action.kind.keeps(self.is_recomputed(action));
         let mut takes = if keeps { u128::from(cost.activation_bytes) } else { 0 };
-        // Inputs of later stages were counted when they arrived from the stage before.
+        // Inputs of later stages were counted when they arrived from the previous stage.
         if action.kind == ActionKind::Forward && action.stage == StageId(0) {
             takes += u128::from(self.costs.input_bytes);
         }
@@ -120,7 +120,7 @@ impl HeldBytes {
         let cost = *self.costs.of(action);
         let mut gives = self.working(action);
         if action.kind.passes_gradient() {
-            // The gradient for the stage before is counted again there, on arrival.
+            // The gradient for the previous stage is counted again there, on arrival.
             gives += self.input_gradient(action) + u128::from(cost.output_bytes);
         }
         if action.kind.releases() {
@@ -132,8 +132,8 @@ impl HeldBytes {
         self.change(time, 0, gives);
     }
 
-    /// Counts a backward of the stage as finished; returns the bytes of the gradients that an update of a stage on the
-    /// device takes with it.
+    /// Counts a backward of the stage as finished. If the stage is on the device, and is now updated in the
+    /// backward, the update frees its gradients: returns their bytes.
     fn updated_gradients(&mut self, stage: StageId) -> u128 {
         let left = self.left.entry(stage).or_insert(1);
         *left -= 1;
@@ -145,7 +145,8 @@ impl HeldBytes {
         }
     }
 
-    /// Ends the step: casts the sums of stages on the device to gradients.
+    /// Ends the step: casts the sums of stages on the device to gradients, and frees the sums that were sent
+    /// last.
     pub(super) fn finish(&mut self, time: f64) {
         let here = self
             .summed
@@ -157,7 +158,7 @@ impl HeldBytes {
         self.change(time, casts, u128::from(left));
     }
 
-    /// Starts to send a stage's sums to the host, which frees those sent before them.
+    /// Starts to send a stage's sums to the host, and frees the sums that were sent before them.
     pub(super) fn set_out(&mut self, time: f64, stage: StageId) {
         if let Some(before) = self.leaving.replace(stage) {
             let bytes = u128::from(self.costs.stages[before.index()].gradient_bytes);
@@ -174,20 +175,21 @@ impl HeldBytes {
         self.costs.working_bytes(action, self.is_recomputed(action))
     }
 
-    /// Returns the bytes of a stage's input; 0 if the stage before keeps it on this device.
+    /// Returns the bytes of a stage's input; 0 if the previous stage keeps it on this device.
     pub(super) fn input_of(&self, stage: StageId, micro_batch: MicroBatchId) -> u64 {
         let held = self.held_as.get(&(stage, micro_batch));
         let is_shared = held.is_some_and(|held| held.before == StageBefore::HereAndKept);
         if is_shared { 0 } else { self.costs.input_bytes_of(stage) }
     }
 
-    /// The first stage's input needs no gradient.
+    /// Returns the bytes of the input's gradient; 0 for the first stage, whose input needs none.
     fn input_gradient(&self, action: Action) -> u128 {
         let is_first = action.stage == StageId(0);
         if is_first { 0 } else { u128::from(self.costs.input_bytes_of(action.stage)) }
     }
 
-    /// The last stage's output gradient comes from the loss; other stages receive it from the stage after.
+    /// Returns the bytes of the output's gradient if the loss makes it on this stage, the last one. Other
+    /// stages receive theirs from the next stage.
     fn loss_gradient(&self, action: Action) -> u128 {
         let is_last = action.stage.index() + 1 == self.costs.stages.len();
         if is_last { u128::from(self.costs.stages[action.stage.index()].output_bytes) } else { 0 }
@@ -203,7 +205,7 @@ impl HeldBytes {
     }
 }
 
-/// Returns the bytes of stages on the device, and of the device buffers for offloaded ones.
+/// Returns the bytes of the resident stages, and of the device buffers for offloaded ones.
 fn lasting_bytes(
     actions: &Actions,
     transfers: &Transfers,

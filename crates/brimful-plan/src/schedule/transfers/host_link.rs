@@ -50,7 +50,7 @@ impl HostLinkClock {
         }
     }
 
-    /// Returns the time at which a transfer ends, if nothing else happens.
+    /// Returns the time at which the next transfer ends, if no other starts before.
     pub(super) fn next_change(&self, now: f64) -> Option<f64> {
         let lanes = self.lanes.iter().zip(self.rates());
         lanes.filter_map(|(lane, rate)| lane.end(now, rate)).min_by(f64::total_cmp)

@@ -26,9 +26,9 @@ struct Visit {
     end: usize,
 }
 
-/// Makes fetches and releases: after each visit the device buffers belong to the stages that are needed
-/// next, as many as there are buffers. Stages already in a buffer stay. So a released stage is always
-/// needed later than those fetched, which no other choice can better.
+/// Makes fetches and releases. After each visit the device buffers belong to the stages that are needed
+/// next, as many as there are buffers. Those already in a buffer stay. So a released stage is always needed
+/// later than the fetched ones, and no other choice needs fewer fetches.
 fn weights(list: &[Action], locations: &[StageLocation], device_buffers: usize) -> Vec<Transfer> {
     let visits = visits(list, locations);
     let mut transfers = Vec::new();
@@ -93,8 +93,9 @@ fn gradients(list: &[Action], locations: &[StageLocation]) -> Vec<Transfer> {
     last.into_iter().map(leave).collect()
 }
 
-/// Returns the micro-batches of stages with offloaded boundaries whose input is freed between forward and
-/// recompute, unless it would have to come back at once. If activations are kept, they hold the input.
+/// Returns each stage and micro-batch whose input is freed between forward and recompute, because the
+/// stage's boundaries are offloaded. An input that would have to come back at once is not freed. Without a
+/// recompute, the kept activations hold the input.
 pub(super) fn waiting(
     list: &[Action],
     locations: &[StageLocation],
@@ -115,14 +116,14 @@ pub(super) fn waiting(
     waiting
 }
 
-/// Whether the stage's input is offloaded; false for the stage after the last.
+/// Returns whether the stage's input is offloaded; false for the stage after the last.
 pub(super) fn waits_on_host(locations: &[StageLocation], stage: StageId) -> bool {
     locations.get(stage.index()).is_some_and(|location| location.boundaries == Location::Host)
 }
 
-/// Makes the transfers of boundaries and gradients that are offloaded. They are sent as soon as they are made,
-/// and come back while the action before the one that needs them runs: at most two of a kind are on the
-/// device. Data from another device are waited for when they are needed, as everywhere.
+/// Makes the transfers of offloaded boundaries and their gradients. They are sent as soon as they are made. They
+/// come back during the action before the one that needs them, so at most two of a kind are on the device.
+/// Data from another device are waited for when they are needed, as everywhere.
 fn boundaries(list: &[Action], locations: &[StageLocation]) -> Vec<Transfer> {
     let mut boundary_transfers = BoundaryTransfers { transfers: Vec::new(), left: BTreeMap::new() };
     let waiting = waiting(list, locations);

@@ -11,8 +11,7 @@
 //! buffer 2  1──────────────────────────────────────
 //! ```
 //!
-//! Transfers are data, like actions: the list that is executed is the one that is validated, simulated and
-//! drawn.
+//! Transfers are data, like actions: the same list is validated, simulated, drawn and executed.
 
 mod check;
 mod error;
@@ -36,7 +35,7 @@ pub enum Location {
     /// Device memory: the data are always there.
     #[default]
     Device,
-    /// Host memory (offloaded): the data are brought to the device on demand.
+    /// Host memory (offloaded): the data are copied to the device on demand.
     Host,
 }
 
@@ -45,7 +44,8 @@ pub enum Location {
 pub struct StageLocation {
     /// Place of the weights, their gradients and the optimizer's state.
     pub weights: Location,
-    /// Place of the stage's input, until the forward and between forward and recompute, and of its gradient.
+    /// Place of the stage's input (before its forward, and between forward and recompute), and of the input's
+    /// gradient.
     pub boundaries: Location,
     /// Whether any parameter is trained: a frozen stage has no gradients to send to the host.
     pub trained: bool,
@@ -70,8 +70,8 @@ pub enum TransferKind {
     OffloadState,
     /// Frees a stage's device buffer. Copies nothing and takes no time: the host has the weights.
     Release,
-    /// Sends a stage's input to the host: after the forward of the stage before, or, for the model's own
-    /// input, after the first stage's.
+    /// Sends a stage's input to the host, after the forward of the previous stage. The model's own input is
+    /// sent after the forward of the first stage.
     BoundaryOut,
     /// Sends the gradient of a stage's input to the host, after the stage's backward.
     GradientOut,
@@ -80,15 +80,14 @@ pub enum TransferKind {
     /// Fetches the optimizer's state of a stage that is about to be updated, and its gradients if these are on the
     /// host.
     FetchState,
-    /// Brings a stage's input back, for its forward or its recompute.
+    /// Copies a stage's input back to the device, for its forward or its recompute.
     BoundaryIn,
-    /// Brings the gradient of a stage's input back, for the backward of the stage before.
+    /// Copies the gradient of a stage's input back to the device, for the backward of the previous stage.
     GradientIn,
 }
 
 impl TransferKind {
-    /// All kinds, in the order of transfers that start together: those that free memory come before those that
-    /// take it.
+    /// All kinds, in the order of transfers that start together: transfers that free memory come first.
     pub const ALL: [Self; 9] = [
         Self::OffloadGradients,
         Self::OffloadState,
@@ -133,13 +132,13 @@ impl TransferKind {
         }
     }
 
-    /// Whether it copies to the device; false for a release.
+    /// Returns whether it copies to the device; false for a release.
     #[must_use]
     pub const fn is_inward(self) -> bool {
         matches!(self, Self::Fetch | Self::FetchState | Self::BoundaryIn | Self::GradientIn)
     }
 
-    /// Whether it copies to the host; false for a release.
+    /// Returns whether it copies to the host; false for a release.
     #[must_use]
     pub const fn is_outward(self) -> bool {
         matches!(
@@ -165,8 +164,8 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Returns whether a fetched stage's gradients are complete before its weights leave again; `following` are the
-    /// transfers after the fetch.
+    /// Returns whether a fetched stage's gradients are complete before its weights are released again.
+    /// `following` are the transfers after the fetch.
     #[must_use]
     pub fn completes_gradients<'a>(self, following: impl IntoIterator<Item = &'a Self>) -> bool {
         let ends = [TransferKind::OffloadGradients, TransferKind::Release];
@@ -227,8 +226,8 @@ pub struct Transfers {
 }
 
 impl Transfers {
-    /// Makes the transfers of a training step. `locations` has one element for each stage; every device has `device_buffers`
-    /// device buffers: with one, nothing overlaps; more than two help if fetches are uneven.
+    /// Makes the transfers of a training step. `locations` has one element for each stage. Every device has
+    /// `device_buffers` device buffers. With one, nothing overlaps; more than two help if fetches are uneven.
     ///
     /// # Errors
     /// If `locations` does not match the schedule's stages, or there is no device buffer.
@@ -240,8 +239,8 @@ impl Transfers {
         Self::of_lists(actions.lists(), locations, device_buffers)
     }
 
-    /// Makes the transfers of lists that are a part of a schedule's: for instance the forwards of an
-    /// evaluation, which fetch weights once.
+    /// Makes the transfers of lists that are a part of a schedule, such as the forwards of an evaluation,
+    /// which fetch weights once.
     ///
     /// # Errors
     /// As for [`new`](Self::new).
@@ -260,7 +259,7 @@ impl Transfers {
     ///
     /// 1. an offloaded stage is used only between its fetch and its release, and every fetched stage is
     ///    released;
-    /// 2. there are never more stages in device buffers than device buffers;
+    /// 2. a stage is fetched only if a device buffer is free;
     /// 3. gradients are sent to the host once, after their stage's last backward, if an offloaded stage is
     ///    trained;
     /// 4. an offloaded boundary is sent after the forward that makes it, and its gradient after the
@@ -300,7 +299,7 @@ impl Transfers {
         &self.lists
     }
 
-    /// Returns the places of each stage.
+    /// Returns the location of each stage.
     #[must_use]
     pub fn locations(&self) -> &[StageLocation] {
         &self.locations
@@ -312,7 +311,7 @@ impl Transfers {
         self.device_buffers
     }
 
-    /// Whether there are no transfers.
+    /// Returns whether there are no transfers.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lists.iter().all(Vec::is_empty)

@@ -2,9 +2,10 @@
 //! of a transfer depends on the others in flight.
 //!
 //! A transfer begins when the actions before it are done and its direction of the host link is free, in the
-//! order of the list. A stage's first fetch also brings what the update of the step before needs, and what that
-//! update has changed goes back at once. An action begins when its device and its input are ready, as in
-//! [`simulate`](super::super::simulate), and its weights and its boundary are on the device.
+//! order of the list. If stages are updated after the step, a stage's first fetch also brings the data for the
+//! previous step's update, and the updated data are sent back at once. An action begins when its device and
+//! its input are ready, as in [`simulate`](super::super::simulate), and its weights and its boundary are on
+//! the device.
 
 use std::collections::BTreeSet;
 
@@ -30,7 +31,7 @@ pub fn simulate_transfers(
     costs: &Costs,
 ) -> Result<Simulation, CostError> {
     costs.check(actions.stages())?;
-    // Transfers of other lists could stop this one before its end.
+    // Transfers made for other lists could block this simulation before its end.
     Transfers::given(
         actions.lists(),
         transfers.locations(),
@@ -77,10 +78,10 @@ struct Player<'a> {
 /// Progress of a device and its host link.
 struct DevicePlay {
     spans: Vec<Span>,
-    /// Number of finished actions; one more runs if there is one more span.
+    /// Number of finished actions. If there is one more span, its action is running.
     done: usize,
     next_transfer: usize,
-    /// Stages that were fetched, or will not be updated by the step before.
+    /// Stages that were already fetched with the previous step's update.
     updated: BTreeSet<StageId>,
     /// Stages whose update comes with the fetch in flight.
     updating: BTreeSet<StageId>,
@@ -126,7 +127,7 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Runs until all is done: validated actions with validated transfers never stop before their end.
+    /// Runs all actions and transfers. They are validated, so none waits for ever.
     fn run(mut self) -> Result<Vec<DevicePlay>, CostError> {
         loop {
             while self.settle() {}
@@ -142,7 +143,8 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Ends all that ends now, then begins all that can begin; ends come first, because they free memory.
+    /// Ends the actions and transfers that are done, then begins those that can start. Ends come first,
+    /// because they free memory. Returns whether anything changed.
     fn settle(&mut self) -> bool {
         let mut changed = self.receive();
         for d in (0..self.devices.len()).map(DeviceId::at) {
@@ -210,13 +212,13 @@ impl<'a> Player<'a> {
         let first = play.next_transfer;
         while let Some(&one) = list.get(play.next_transfer).filter(|one| one.before <= play.done) {
             play.next_transfer += 1;
-            // A boundary that is sent before its own stage has used it is away until then.
+            // A boundary that is sent to the host is away until it is copied back.
             if matches!(one.kind, TransferKind::Release | TransferKind::BoundaryOut) {
                 play.away.insert(Payload::of(one));
             }
             match one.kind {
                 TransferKind::OffloadGradients => play.held.set_out(self.now, one.stage),
-                // Its memory is allocated from now on, even while other transfers occupy the link.
+                // The copy's memory is allocated from now on, even while other transfers occupy the link.
                 TransferKind::BoundaryIn | TransferKind::GradientIn => {
                     play.held.take(self.now, self.costs.transfer_bytes(one));
                 }
@@ -276,7 +278,7 @@ impl<'a> Player<'a> {
         let gradient = action.kind.passes_gradient();
         let boundary = if gradient { StageId(action.stage.0 + 1) } else { action.stage };
         if waits_on_host(self.transfers.locations(), boundary) {
-            // Transfers bring it: until then it is away.
+            // A transfer brings it, and `lacks` has found that it is not away.
             return true;
         }
         // NaN before it is sent, which compares as not arrived.
@@ -314,7 +316,7 @@ impl<'a> Player<'a> {
         let boundary = if action.kind == ActionKind::Forward { target } else { action.stage };
         let bytes = self.costs.input_bytes_of(boundary);
         if waits_on_host(self.transfers.locations(), boundary) {
-            // It stays here until its transfer has taken it to the host.
+            // It stays here until its transfer has copied it to the host.
             self.devices[from.index()].held.take(self.now, bytes);
             return;
         }
@@ -337,7 +339,7 @@ impl DevicePlay {
         self.spans.last().filter(|_| self.spans.len() > self.done)
     }
 
-    /// Returns the data that the action needs and that are not on the device.
+    /// Returns which data the action lacks: data that it needs but that are not on the device.
     fn lacks(&self, action: Action) -> Option<Awaited> {
         let Action { kind, stage, micro_batch } = action;
         let is_away = |transfer: Payload| self.away.contains(&transfer);
@@ -382,7 +384,7 @@ fn first_away(actions: &Actions, transfers: &Transfers) -> BTreeSet<Payload> {
 }
 
 impl Costs {
-    /// Number of bytes transferred.
+    /// Returns the number of bytes of a transfer in a list.
     fn transfer_bytes(&self, one: Transfer) -> u64 {
         let stage = &self.stages[one.stage.index()];
         match one.kind {
@@ -392,7 +394,7 @@ impl Costs {
             | TransferKind::BoundaryIn
             | TransferKind::GradientOut
             | TransferKind::GradientIn => self.input_bytes_of(one.stage),
-            // They accompany a fetch, if there is an update.
+            // Transfers of state are not in the lists: they come with a fetch, if there is an update.
             TransferKind::FetchState | TransferKind::OffloadState | TransferKind::Release => 0,
         }
     }

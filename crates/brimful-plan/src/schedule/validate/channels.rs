@@ -2,8 +2,8 @@
 //!
 //! Two channels connect neighbouring stages on two devices, one for boundaries and one for their gradients.
 //! A device that takes from an empty channel waits, and so does one that sends into a full one. Whether
-//! such a network stops does not depend on the speed of the devices, so playing it once, in any order,
-//! decides it.
+//! such a network deadlocks does not depend on the speed of the devices. So it is enough to simulate it
+//! once, in any order.
 
 use super::super::{Action, ActionKind, BlockedDevice, DeviceId, MicroBatchId, Rule, StageId};
 use super::order::Order;
@@ -108,7 +108,7 @@ impl<'a> Network<'a> {
         }
     }
 
-    /// Runs until no device can continue; returns those that have not finished.
+    /// Runs until no device can continue; returns a deadlock if some have not finished.
     fn run(mut self) -> Option<Violation> {
         while let Some(device) = self.awake.pop() {
             while self.advance(device) {}
@@ -134,7 +134,7 @@ impl<'a> Network<'a> {
             return false;
         }
         if !self.send(action, device) {
-            // The input stays taken: the sender before may wait for the place that it left.
+            // The input stays taken, because its sender may wait for the place that it left.
             self.workers[device.index()].has_input = true;
             return false;
         }

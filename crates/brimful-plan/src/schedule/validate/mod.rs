@@ -39,7 +39,7 @@ fn most_held(lists: &[Vec<Action>], order: &Order) -> Vec<usize> {
     most
 }
 
-/// Whether lists can be run with one place in each channel.
+/// Returns whether the lists can be run with one place in each channel.
 pub(super) fn one_place_suffices(lists: &[Vec<Action>]) -> bool {
     order::check(lists).is_ok_and(|order| channels::check_with(lists, &order, 1).is_ok())
 }

@@ -130,7 +130,7 @@ impl Order {
     }
 }
 
-/// Checks that the action may come after those that its stage has done with the micro-batch.
+/// Checks that the action may follow the kinds of actions that its stage has done with the micro-batch.
 fn follows(done: KindSet, action: Action) -> Result<(), Rule> {
     let too_early = |needs| Err(Rule::TooEarly { action, needs });
     let begun = done.has(ActionKind::Backward) || done.has(ActionKind::InputGradient);

@@ -23,7 +23,7 @@ pub(in super::super) struct MarkedCell {
     pub(in super::super) position: usize,
 }
 
-/// Number of devices and actions shown around the first mark: about what fits in a terminal.
+/// Number of devices and actions shown around the first mark: about as many as fit in a terminal.
 const ROWS: usize = 12;
 const COLUMNS: usize = 16;
 

@@ -47,7 +47,8 @@ impl MicroGraphs {
         Ok((state, need))
     }
 
-    /// Replays the captured micro-batch with the random numbers of the eager run.
+    /// Tries a replay of the captured micro-batch, with the random numbers of the eager run. Returns the shape's new
+    /// state.
     fn attempt<O: Batch>(
         &mut self,
         mut program: Program,
@@ -138,7 +139,7 @@ impl MicroGraphs {
         Ok(stream)
     }
 
-    /// Returns the sums to which graphs add such gradients.
+    /// Returns the sums to which graphs add gradients like these, and allocates the missing ones.
     fn sums_for(&mut self, gradients: &[Sum]) -> Result<Vec<Sum>> {
         while self.sums.len() < gradients.len() {
             self.sums.push((0..self.parameters).map(|_| None).collect());

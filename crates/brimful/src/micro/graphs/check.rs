@@ -31,7 +31,7 @@ impl MicroGraphs {
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
-        // The replay begins from empty sums, which the mini-batch may be using.
+        // The replay empties the shared sums, which the mini-batch may be using.
         pass.accumulator.disown()?;
         let before = Randomness::of(vec![self.device])?;
         let ShapeEntry { state: ShapeState::Captured(program), trust, shape, .. } =
@@ -92,8 +92,8 @@ impl MicroGraphs {
         }
     }
 
-    /// Drops graphs that were captured while a tensor was frozen that is trained now. They are captured anew
-    /// where the backward does not reach it.
+    /// Drops graphs that use a tensor which was frozen at the capture and is trained now. They are captured anew
+    /// if the backward does not reach it.
     pub(super) fn drop_thawed(&mut self) {
         for entry in &mut self.entries {
             if matches!(&entry.state, ShapeState::Captured(program) if program.is_thawed()) {
@@ -111,7 +111,7 @@ impl MicroGraphs {
         lasted
     }
 
-    /// Drops all graphs of the closure, and logs it each time.
+    /// Drops all graphs of the closure, logs an error each time, and returns [`Error::OutOfDate`].
     fn out_of_date(&mut self, closure: Closure, trust: Trust, what: &str) -> Error {
         let unchecked = trust.unchecked(self.step);
         let lasted = self.give_up(closure, trust);

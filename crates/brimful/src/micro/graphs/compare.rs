@@ -85,7 +85,7 @@ pub(super) fn another(captured: &[String], now: &[String]) -> Option<String> {
     Some(format!("it runs `{now}` where it ran `{then}`"))
 }
 
-/// Tolerance for kernels that sum in another order each time.
+/// Returns the tolerance, because kernels may sum in another order each time.
 fn tolerance(kind: Kind) -> f64 {
     match kind {
         Kind::Double => 1e-9,

@@ -47,7 +47,7 @@ use trust::Trust;
 /// Number of micro-batches of a shape that run eagerly before one is captured: cuDNN chooses kernels in the
 /// first, and the allocator reaches its steady state in the second.
 const WARM_UP: usize = 2;
-/// Fraction of memory that stays free for captures, which cannot use the cache of eager work: a quarter.
+/// A quarter of the memory stays free for captures, which cannot use the cache of eager work.
 const CAPTURE_DIVISOR: u64 = 4;
 /// Largest number of shapes. Near-equal splitting makes two in a mini-batch.
 const MAX_SHAPES: usize = 16;
@@ -101,7 +101,7 @@ struct ShapeEntry {
     shape: Shape,
     uses: u64,
     state: ShapeState,
-    /// Bytes in use while a captured one is replayed, and its number of samples.
+    /// Bytes in use during a replay, and the number of samples of the captured micro-batch.
     need: Bytes,
     samples: f64,
     trust: Trust,
@@ -112,7 +112,7 @@ enum ShapeState {
     /// Number of micro-batches that ran eagerly.
     New(usize),
     Captured(Box<Program>),
-    /// Never captured.
+    /// Runs eagerly from now on.
     Eager,
 }
 
@@ -161,12 +161,12 @@ impl MicroGraphs {
         }
     }
 
-    /// Bytes that a step leaves free for CUDA graphs, beside the cache of eager work.
+    /// Returns the bytes that a step leaves free for CUDA graphs, beside the cache of eager work.
     pub(super) fn spare(&self, available: Bytes) -> Bytes {
         Bytes(if self.wanted { available.0 / CAPTURE_DIVISOR } else { 0 })
     }
 
-    /// Bytes that CUDA graphs keep for themselves.
+    /// Returns the bytes that CUDA graphs keep for themselves.
     pub(super) fn kept(&self) -> Bytes {
         Bytes(self.entries.iter().map(|entry| entry.need.0).sum())
     }
@@ -192,7 +192,7 @@ impl MicroGraphs {
         eager: bool,
     ) -> Result<()> {
         if !self.wanted {
-            return Ok(());
+            return self.clear();
         }
         self.new = false;
         self.used = false;
@@ -234,7 +234,7 @@ impl MicroGraphs {
         self.new |= new;
         let is_checked = self.is_due(index);
         self.run_entry(index, pass, micro_batch, part, f, surroundings)?;
-        // If a check did not fit beside the graphs, there are none left.
+        // A check that did not fit beside the graphs has dropped them all and moved its entry.
         let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
         // A check runs the work twice, and a shape that is not captured yet runs slower than it will: the size
         // policy must not judge a size by these times.
@@ -263,7 +263,7 @@ impl MicroGraphs {
             return self.check(index, pass, format_choice.of(micro_batch)?, part, f);
         }
         match &mut self.entries[index].state {
-            // Its inputs already have the memory format, which the samples take on as they are copied there.
+            // The graph's inputs have the memory format already, and samples take it on when they are copied in.
             ShapeState::Captured(program) => {
                 self.replayed += 1;
                 self.used = true;
@@ -307,8 +307,8 @@ impl MicroGraphs {
     /// shapes.
     fn is_in_the_way(&self, samples: f64) -> Result<bool> {
         let kept = self.kept().0;
-        // Eager work cannot use the graphs' memory, so an eager micro-batch may fail although it would fit. The
-        // needs of earlier samples predict that.
+        // Eager work cannot use the graphs' memory, so an eager micro-batch may fail although it would fit without
+        // graphs. The needs of earlier samples predict that.
         let expected = |entry: &ShapeEntry| (entry.need.0 as f64 / entry.samples * samples) as u64;
         let expected = self.entries.iter().map(expected).max().unwrap_or(0);
         Ok(kept > 0 && room::free_beside(self.device, kept)? < expected)
@@ -366,8 +366,8 @@ impl MicroGraphs {
     }
 }
 
-/// Addresses of all variables, and whether each is trained. Frozen weights and running statistics count too: a
-/// graph uses their addresses as it uses those of parameters.
+/// Returns the addresses of all variables, and whether each is trained. Frozen weights and running statistics
+/// count too: a graph uses their addresses as it uses those of parameters.
 fn places(variables: &Mutex<Variables>) -> Vec<(usize, bool)> {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     let all = variables.named_variables.values();

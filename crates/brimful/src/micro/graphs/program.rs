@@ -85,8 +85,7 @@ impl Program {
         let captured = catch_unseen(|| Self::recorded(setting, pool, pass, micro_batch, f));
         let sums = pass.accumulator.exchange(groups);
         if captured.is_err() {
-            // A backward that fails on its way has left gradients that no kernel has computed: the next one
-            // would add to them.
+            // A failed backward has left gradients that no kernel has computed: the next one would add to them.
             pass.accumulator.clear().map_err(|error| error.to_string())?;
         }
         Ok(Self { sums, ..captured? })
@@ -141,7 +140,8 @@ impl Program {
             })?;
 
         if touched.draws_on_host {
-            // They would be the same in every replay; and no micro-batch uses the numbers of this run.
+            // The numbers would be the same in every replay. The generator returns to its earlier state, because
+            // no micro-batch uses the numbers of this run.
             host.restore()?;
             return Err(Error::Torch("it draws random numbers on the host".into()));
         }
@@ -212,7 +212,7 @@ impl Program {
 
 /// Returns the graph's static inputs in place of a micro-batch, and the tensors in them.
 fn statics_like<B: Batch>(micro_batch: &B) -> Result<(B, Vec<Tensor>)> {
-    // Zeros, not the samples: results that escape the capture and are computed now then differ.
+    // Zeros, not the samples: a result that is computed now, outside the capture, then differs from a replay's.
     let statics = micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_zeros_like()?))?;
     let inputs = batch::leaves(&statics).iter().map(|leaf| leaf.tensor().shallow_clone()).collect();
     Ok((statics, inputs))
@@ -246,7 +246,8 @@ pub(super) fn watched<B: Batch, R: IntoLoss, T>(
     let (ran, mut touched) = touched(|| {
         let (terms, output) = forward(micro_batch, f)?;
         numbers.extend(terms.iter().map(Term::in_words));
-        // The graph must be freed when the list is closed: tensors that it keeps do not stay.
+        // `then` owns the terms, so their autograd graph is freed before the list ends. Otherwise the list would
+        // include tensors that only the graph keeps.
         untold(move || then(&terms, output))
     })?;
     touched.operations.append(&mut numbers);

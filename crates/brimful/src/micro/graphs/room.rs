@@ -6,8 +6,8 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 use brimful_plan::bytes::Bytes;
 
-/// Multiple of the need from which on the cache stays as it is: emptying it makes eager work allocate from the
-/// device anew.
+/// The cache is not emptied where this multiple of the need is free: without it, eager work would allocate from
+/// the device anew.
 const PLENTY_FACTOR: u64 = 2;
 
 /// Needs of CUDA graphs. They never replay at the same time, so they share one pool.
@@ -46,14 +46,15 @@ impl Watch {
     }
 }
 
-/// Bytes that are free for eager work, on the device and in the cache, beside graphs that keep `kept` bytes.
+/// Returns the bytes that are free for eager work, on the device and in the cache, beside graphs that keep `kept`
+/// bytes.
 pub(super) fn free_beside(device: Device, kept: u64) -> Result<u64> {
     let now = device_memory(device)?;
     Ok(now.free + now.reserved.saturating_sub(now.current + kept))
 }
 
-/// Makes room for a graph of this need. It cannot use the cache of eager runs, so the cache is emptied unless
-/// enough is free besides. Returns the free bytes.
+/// Makes room for a graph of this need. A graph cannot use the cache of eager runs, so the cache is emptied
+/// unless enough is free besides. Returns the free bytes.
 pub(super) fn free_memory(device: Device, need: u64) -> Result<u64> {
     let free = device_memory(device)?.free;
     if free >= need.saturating_mul(PLENTY_FACTOR) {
@@ -73,8 +74,8 @@ pub(super) fn stock_up(device: Device, bytes: u64) -> Result<()> {
 }
 
 impl CaptureRoom {
-    /// Counts the bytes that a capture has allocated, which its replays will use; a failed one has freed them.
-    /// Bytes that it keeps are in use already.
+    /// Counts the bytes that a capture has allocated, which its replays will use. A failed capture has freed them.
+    /// Bytes that are still allocated are in use already. Returns the need of a replay.
     pub(super) fn add(&mut self, watch: &Watch, succeeded: bool) -> Result<Bytes> {
         let now = device_memory(watch.device)?;
         let need = if succeeded { now.peak.saturating_sub(now.current) } else { 0 };
@@ -85,7 +86,7 @@ impl CaptureRoom {
         Ok(Bytes(need))
     }
 
-    /// Counts an eager run during which no graph was running: the two did not need their memory at the same
+    /// Counts an eager run during which no graph was running, so that the two did not need their memory at the same
     /// time.
     pub(super) fn pause(&mut self, watch: &Watch) -> Result<()> {
         let peak = device_memory(watch.device)?.peak;

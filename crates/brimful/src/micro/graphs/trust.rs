@@ -45,7 +45,7 @@ impl Trust {
         step >= self.agreed + self.gap
     }
 
-    /// Steps since the last comparison that found both alike; all of them may be wrong.
+    /// Returns the number of steps since the last comparison that found both alike; all of them may be wrong.
     pub(super) fn unchecked(self, step: u64) -> u64 {
         step.saturating_sub(self.agreed + 1)
     }

@@ -55,7 +55,7 @@ struct Average {
     name: String,
     variable: Tensor,
     value: Tensor,
-    /// Arena of the host, where the variable is offloaded.
+    /// The host's arena, if the variable is offloaded.
     offload: Option<Arena>,
 }
 
@@ -94,8 +94,8 @@ impl Ema {
         Ok(Self { averages, decay, warmup: false, updates: 0, own: None })
     }
 
-    /// Sets whether to begin with a smaller decay: that of update *t*, counted from 0, is at most *(1 + t)
-    /// / (10 + t)*, so that the first weights are soon forgotten.
+    /// Sets whether to begin with a smaller decay, so that the first weights are soon forgotten: the decay of
+    /// update *t*, counted from 0, is at most *(1 + t) / (10 + t)*.
     #[must_use]
     pub fn warmup(self, warmup: bool) -> Self {
         Self { warmup, ..self }
@@ -105,7 +105,7 @@ impl Ema {
         self.warmup = warmup;
     }
 
-    /// Number of updates of the averages.
+    /// Returns the number of updates of the averages.
     pub fn updates(&self) -> u64 {
         self.updates
     }
@@ -163,12 +163,12 @@ impl Average {
         self.offload.as_ref().map(Arena::enter)
     }
 
-    /// Whether it is averaged, not copied.
+    /// Returns whether the variable is averaged, not copied.
     fn is_averaged(&self) -> bool {
         self.variable.requires_grad()
     }
 
-    /// Whether both have the same dtype, device and strides.
+    /// Returns whether the average and its variable have the same dtype, device and strides.
     fn is_alike(&self) -> bool {
         fits(&self.value, &self.variable) && self.value.kind() == self.variable.kind()
     }

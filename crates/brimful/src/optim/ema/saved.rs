@@ -55,7 +55,7 @@ impl Ema {
         Ok(())
     }
 
-    /// Reads such a state into new memory: the part of loading that may fail.
+    /// Reads a saved state into new memory. All of loading that can fail is here.
     pub(crate) fn read_state(
         &self,
         tensors: &[(String, Tensor)],
@@ -87,7 +87,7 @@ impl Ema {
         (self.decay, self.warmup, self.updates) = (decay, warmup, updates);
     }
 
-    /// Returns copies of the saved tensors in the order of the averages; fails unless their names are the
+    /// Returns copies of the saved tensors in the order of the averages. Fails unless names and shapes are the
     /// same.
     fn matching(&self, tensors: &[(String, Tensor)]) -> Result<Vec<Tensor>> {
         let _no_grad = tch::no_grad_guard();

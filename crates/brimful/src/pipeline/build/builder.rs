@@ -159,8 +159,8 @@ impl Builder {
     /// Sets which stages are offloaded: their weights, gradients and optimizer state are in host memory. By
     /// default, every stage stays on its device.
     ///
-    /// An offloaded stage computes on its device: see [`Offload`]. Unless they are set, the order of offloaded stages
-    /// is breadth-first, and with [`Offload::Host`] every layer that has parameters begins a stage.
+    /// An offloaded stage computes on its device: see [`Offload`]. By default, the schedule of offloaded
+    /// stages is breadth-first, and with [`Offload::Host`] every layer that has parameters begins a stage.
     pub fn offload(self, offload: impl Into<Offload>) -> Self {
         Self {
             offload: offload.into(),
@@ -170,8 +170,8 @@ impl Builder {
         }
     }
 
-    /// Sets where the boundaries of offloaded stages wait. By default they wait on the host; on the device, where they
-    /// take memory for every micro-batch, they leave the host link to weights and optimizer state.
+    /// Sets where the boundaries of offloaded stages wait. The default is the host. On the device they take
+    /// memory for every micro-batch, but leave the host link to weights and optimizer state.
     pub fn boundaries(self, location: Location) -> Self {
         Self { boundaries: BoundaryLocations::All(location), ..self }
     }
@@ -180,7 +180,7 @@ impl Builder {
     /// default. Gradients are summed in f32 on the device, and rounded when the mini-batch's sum goes to the host; sums
     /// over several mini-batches are then rounded too. Sums over ranks come back in f32.
     pub fn offload_gradients(self, kind: Kind) -> Self {
-        // Without one, sums keep their dtype: f32, or f64 for a model in f64.
+        // With none, sums keep their dtype: f32, or f64 for a model in f64.
         let gradient_kind = (kind != Kind::Float).then_some(kind);
         let offloading = OffloadSettings { gradient_kind, ..self.offloading };
         Self { offloading, ..self }
@@ -193,9 +193,10 @@ impl Builder {
     /// A step that fails after its first update cannot be rolled back: it fails with
     /// [`PartlyUpdated`](PipelineError::PartlyUpdated), and the remedy is to load the last checkpoint. A step must be
     /// one mini-batch with a loss whose denominator is known beforehand ([`Loss::mean`](crate::Loss::mean)).
-    /// Non-finite losses are refused before the first update, except in [`Pipeline::backward_from`], which does not know
-    /// them; non-finite gradients before their stage's. A step also refuses the user's own actions if they end a
-    /// stage's backward before that of a later stage that shares its parameters.
+    /// Non-finite losses are refused before the first update, except in
+    /// [`Pipeline::backward_from`](crate::Pipeline::backward_from), which does not know the loss. Non-finite
+    /// gradients are refused before the update of their stage. A step also refuses the user's own actions if
+    /// a stage ends its backward before a later stage that shares its parameters.
     ///
     /// [`build`](Self::build) refuses it for offloaded stages on several devices, replicas or ranks.
     pub fn update_in_backward(self, updates_in_backward: bool) -> Self {

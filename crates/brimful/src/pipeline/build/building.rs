@@ -29,7 +29,7 @@ use brimful_plan::schedule::{
 };
 
 impl Builder {
-    /// Starts the devices' threads, each of which builds its stages.
+    /// Builds the pipeline: starts one thread for each device, which builds the device's stages.
     ///
     /// `tch::manual_seed` determines the parameters' initial values, which do not depend on the balance.
     ///
@@ -76,7 +76,7 @@ impl Builder {
         let devices = used(devices, replicas_here, ranks.here().len());
         let workers = spawn(&layout, &devices, &ranks, &build, fits)?;
         ranks.tie(&workers)?;
-        // The seed of the sharing layer drew the copy's values: it takes its owner's instead.
+        // A copy's initial values come from the seed of the sharing layer: replace them by the owner's.
         ranks::spread(&workers, &ranks)?;
         state.reserved = reserved(&workers, self.reserved)?;
         let format_choice = format_choice(&workers, self.memory_format, self.world.size())?;
@@ -146,8 +146,8 @@ impl Builder {
         Ok(stage_locations(&locations, &self.boundaries, actions.placement()))
     }
 
-    /// Checks a list of as many micro-batches as steps will have for graphs of offloaded stages that
-    /// outlive their weights, before anything is built. Other lists are checked when they are made.
+    /// Checks, before anything is built, that no graph of an offloaded stage outlives its weights in a step
+    /// of the usual number of micro-batches. Other lists are checked when they are made.
     fn check_lists(
         &self,
         schedule: Schedule,
@@ -169,7 +169,7 @@ impl Builder {
             Some(recipe) => recipe.actions_by_stage(micro_batches, recompute),
             None => schedule.actions_by_stage(one.devices(), micro_batches, recompute),
         };
-        // A number of micro-batches that no schedule takes matters only once a mini-batch has it.
+        // Ignores an invalid number of micro-batches: it matters only once a mini-batch is cut into so many.
         listed.map_or(Ok(()), |listed| {
             check_offloaded_graphs(&listed, locations, self.offloading.device_buffers)
         })
@@ -194,7 +194,7 @@ impl Builder {
     }
 }
 
-/// Number of workers that so many stages need.
+/// Returns the number of workers that so many stages need.
 fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usize> {
     let per_device = schedule.stages_per_device();
     if per_device == 0 || !stages.is_multiple_of(per_device) {
@@ -206,7 +206,7 @@ fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usiz
     Ok(stages / per_device)
 }
 
-/// Starts this rank's workers, which build their stages, if all ranks have enough free bytes for them.
+/// Starts this rank's workers, which build their stages, if the checks succeeded on all ranks.
 fn spawn(
     layout: &Arc<StageLayout>,
     devices: &[DeviceSpec],
@@ -218,7 +218,7 @@ fn spawn(
     with_step_seed(seeded, |seed| {
         let seed = ranks.world().vote("seed", host_fits.and(seed), Duration::ZERO)?[0];
         let here = ranks.here();
-        // The host's arena beside a CPU device: offloaded stages are not charged to the device's.
+        // A CPU device with an arena gets a second one for the host, which offloaded stages are charged to.
         let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));
         let blueprint = |(at, (device, device_lock)): (usize, (&DeviceSpec, _))| Blueprint {
             layout: Arc::clone(layout),
@@ -248,8 +248,8 @@ fn used(devices: Vec<DeviceSpec>, replicas: usize, workers: usize) -> Vec<Device
     used.map(|(_, device)| device).collect()
 }
 
-/// Bytes that an optimizer's state will take on each worker's device; that of offloaded stages is on the
-/// host.
+/// Returns the bytes that an optimizer's state will take on each worker's device. Does not count offloaded
+/// stages, whose state is on the host.
 fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64>> {
     let Some(method) = method else { return Ok(Vec::new()) };
     workers.all(move |worker| {
@@ -263,8 +263,8 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
     })
 }
 
-/// Returns the initial memory format of these workers' models. Measured only in a single process, because
-/// ranks would choose differently, and only with convolutions.
+/// Returns the initial memory format of these workers' models: the default without convolutions or with
+/// offloaded stages. Formats are measured only in a single process, because ranks would choose differently.
 fn format_choice(
     workers: &Workers<Worker>,
     memory_format: MemoryFormat,
@@ -281,7 +281,7 @@ fn format_choice(
     }
 }
 
-/// Returns a lock for each accelerator that several workers share.
+/// Returns each device's lock; none unless it is an accelerator that several workers share.
 fn device_locks(devices: &[DeviceSpec]) -> Vec<Option<Arc<Mutex<()>>>> {
     let mut locks: HashMap<String, Arc<Mutex<()>>> = HashMap::new();
     let shared = |device: &DeviceSpec| {

@@ -13,9 +13,9 @@ use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{DeviceId, Location, Schedule, StageLocation};
 
 impl Builder {
-    /// Sets what an offloaded pipeline on so many devices leaves open. In breadth-first order, weights cross the host
-    /// link twice a step, however many micro-batches there are. Stages are as small as can be, because a device buffer
-    /// is as large as the largest of them.
+    /// Chooses the schedule and balance of an offloaded pipeline on so many devices, unless they are set. The
+    /// schedule is breadth-first: weights cross the host link twice a step, however many micro-batches there
+    /// are. Stages are as small as possible, because a device buffer is as large as the largest stage.
     pub(super) fn cut_for_offload(mut self, devices: usize) -> Result<Self> {
         let given = match &self.offload {
             Offload::Device => return Ok(self),
@@ -41,8 +41,7 @@ impl Builder {
         Ok(self)
     }
 
-    /// Refuses offloaded stages of these sizes that exceed the host's free memory, before any of it is
-    /// allocated.
+    /// Fails if the offloaded stages need more than the host's free memory, before any of it is allocated.
     pub(super) fn check_host(
         &self,
         sizes: &[usize],
@@ -77,8 +76,8 @@ impl Builder {
         Err(PipelineError::HostTooSmall { stages, needed, free }.into())
     }
 
-    /// Bytes on the host of these stages, in so many replicas: weights, gradients if they are kept, and the first
-    /// replica's optimizer state, if the optimizer is known.
+    /// Returns the bytes of these stages on the host, in so many replicas: weights, gradients if they are
+    /// kept, and the first replica's optimizer state, if the optimizer is known.
     fn host_bytes_of(&self, sizes: &[usize], own: &[bool], replicas: usize) -> Result<u64> {
         let counts = self.layers.parameter_counts()?;
         let mut counts = counts.iter();
@@ -104,7 +103,10 @@ impl Builder {
     }
 
     fn free_host_bytes(&self) -> Result<u64> {
-        let limit = self.host.as_ref().and_then(|arena| Some(arena.limit()? - arena.current()));
+        let limit = self
+            .host
+            .as_ref()
+            .and_then(|arena| Some(arena.limit()?.saturating_sub(arena.current())));
         match limit {
             Some(free) => Ok(free),
             None => Ok(memory::host()?.available.0),

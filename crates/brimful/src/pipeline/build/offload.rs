@@ -10,7 +10,7 @@ use brimful_plan::schedule::{
     ActionKind, Actions, DeviceId, Location, Recompute, StageLocation, TransferKind, Transfers,
 };
 
-/// Memory of the stages' weights, gradients and optimizer state between their uses.
+/// Location of the stages' weights, gradients and optimizer state between their uses.
 ///
 /// An offloaded stage computes on its device like any other: its weights come over the host link ahead of
 /// their use, its gradients go to the host when they are complete, and the device updates it when it is fetched
@@ -139,22 +139,23 @@ impl From<&PlanRow> for Offload {
 /// Device or host for the boundaries of the stages.
 #[derive(Debug, Clone, Default)]
 pub(super) enum BoundaryLocations {
-    /// Those that an offloading device sends or receives wait on the host: such a device may have no capacity for all.
+    /// Boundaries that a device with offloaded stages sends or receives wait on the host: the device may
+    /// have no capacity for all.
     #[default]
     Usual,
     All(Location),
-    /// As a plan sets each.
+    /// Location of each stage's boundaries, from a plan.
     Each(Vec<Location>),
 }
 
 impl BoundaryLocations {
-    /// Returns what was set for all stages.
+    /// Returns the setting for all stages; the default if a plan set each.
     pub(super) fn unless_planned(self) -> Self {
         if let Self::Each(_) = self { Self::Usual } else { self }
     }
 }
 
-/// Returns device or host for all that belongs to each stage.
+/// Returns device or host for each stage's weights and boundaries.
 pub(super) fn stage_locations(
     weights: &[Location],
     boundaries: &BoundaryLocations,

@@ -87,7 +87,7 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
         Ok((all, collected))
     }
 
-    /// Returns the closure for one pipeline, which collects its outputs from this index on.
+    /// Returns the closure for one pipeline, which collects its outputs from index `start` on.
     fn on(
         &self,
         target: &Y,

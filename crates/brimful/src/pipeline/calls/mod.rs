@@ -46,13 +46,13 @@ impl Pipeline {
         let input = Arranged::of(input);
         let target = input.beside(target);
         let mode = Mode::Train { last: true };
-        let step = self.in_order(|this| {
+        let step = self.in_format(|this| {
             let request = this.request(Use::Train, &input, &target).provided(traced.clone());
             step::run(this, request, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, mode)
             })
         })?;
-        self.learn_order(step.samples, step.time);
+        self.learn_format(step.samples, step.time);
         Ok(step)
     }
 
@@ -74,7 +74,7 @@ impl Pipeline {
         let arranged = Arranged::of(input);
         let target = arranged.beside(target);
         let mode = Mode::Train { last: false };
-        let outputs = self.in_order(|this| {
+        let outputs = self.in_format(|this| {
             let request = this.request(Use::Train, &arranged, &target).provided(traced.clone());
             step::accumulate(this, request, |this, context| {
                 this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
@@ -84,7 +84,7 @@ impl Pipeline {
         // speed.
         if is_first {
             // A replica without a sample takes part too.
-            self.learn_order(arranged.samples().map_or(0, |s| s.count()), start.elapsed());
+            self.learn_format(arranged.samples().map_or(0, |s| s.count()), start.elapsed());
         }
         Ok(outputs)
     }
@@ -111,7 +111,7 @@ impl Pipeline {
         let loss = with_loss(loss);
         let input = Arranged::of(input);
         let target = input.beside(target);
-        self.in_order(|this| {
+        self.in_format(|this| {
             let request = this.request(Use::Evaluate, &input, &target);
             step::run(this, request, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, Mode::Evaluate)
@@ -145,7 +145,7 @@ impl Pipeline {
             Ok((None, f(M::from_tensors(values)?)))
         });
         let input = Arranged::of(input);
-        self.in_order(|this| {
+        self.in_format(|this| {
             let request = this.request(Use::Map, &input, &input.beside(&()));
             step::map(this, request, |this, context| {
                 this.try_batch(input.batch(), &(), &shared, context, Mode::Evaluate)
@@ -187,7 +187,7 @@ impl Pipeline {
         let ranges = plan.portions.iter().flat_map(|portion| portion.ranges.iter().cloned());
         let inputs = inputs(input, ranges)?;
         let last = self.layout.last_worker();
-        // Every rank makes the closure; without the last stage it never runs, so any device will do.
+        // Every rank makes the closure. A rank without the last stage never runs it, so any device will do.
         let device = |replica| match self.ranks.has(last) {
             true => self.device_of(replica, last).device,
             false => Device::Cpu,
@@ -204,7 +204,7 @@ impl Pipeline {
     }
 }
 
-/// Wraps the closure as the last stage calls it.
+/// Wraps the user's closure in the form in which the last stage calls it.
 fn with_loss<Y: Batch + 'static, M: ModelOutput, R: IntoLoss>(
     mut loss: impl FnMut(M, &Y) -> R + Send + 'static,
 ) -> SharedLoss<Y, R::Outputs> {

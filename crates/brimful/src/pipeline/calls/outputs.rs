@@ -48,8 +48,8 @@ impl Ranks {
         })
     }
 
-    /// Returns the model outputs of all replicas, in sample order, on this device of every rank, and the
-    /// range of rows of this rank's replica; `own` are the outputs of its last stage, by micro-batch.
+    /// Returns the model outputs of all replicas, in sample order, on this device of every rank; and the
+    /// range of rows of this rank's replica. `own` has the outputs of this rank's last stage, by micro-batch.
     pub(crate) fn model_outputs(
         &self,
         exchange: &Exchange,
@@ -84,7 +84,7 @@ impl Ranks {
     }
 }
 
-/// Number of rows of these outputs.
+/// Returns the number of rows of these outputs.
 fn rows(outputs: &[Tensor]) -> usize {
     let first = outputs.first().map(Tensor::size).unwrap_or_default();
     first.first().map_or(0, |rows| *rows as usize)

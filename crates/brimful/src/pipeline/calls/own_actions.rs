@@ -9,9 +9,9 @@ use crate::{MicroBatches, Result};
 use brimful_plan::schedule::Actions;
 
 impl Pipeline {
-    /// Runs steps of as many micro-batches as this list has by the list, in place of the schedule's own,
-    /// and cuts mini-batches into that many. A mini-batch with fewer samples still runs by the schedule. In
-    /// a world, all ranks pass the same list.
+    /// Replaces the schedule's list of actions for steps of as many micro-batches as this list has, and cuts
+    /// mini-batches into that many. A mini-batch with fewer samples still runs by the schedule. In a world,
+    /// all ranks pass the same list.
     ///
     /// ```
     /// # use brimful::{Layers, Pipeline};

@@ -144,9 +144,9 @@ impl Pipeline {
     /// Runs forward, any loss on the outputs of the whole mini-batch, and backward, as one step: if memory
     /// runs out in any of them, an automatic size retries with smaller micro-batches.
     ///
-    /// Only the stages get gradients: a loss that depends on other tensors that require one is refused
-    /// ([`Error::OtherLeaf`]); use [`Pipeline::forward`] and [`Pipeline::backward_from`] for it. In a world, the
-    /// loss gets the outputs of all replicas, on every rank.
+    /// Only the stages get gradients. A loss is refused if it depends on other tensors that require a gradient
+    /// ([`Error::OtherLeaf`]): use [`Pipeline::forward`] and [`Pipeline::backward_from`] instead. In a world,
+    /// the loss gets the outputs of all replicas, on every rank.
     ///
     /// ```
     /// # use brimful::{Layers, Pipeline, MicroBatches};
@@ -200,7 +200,7 @@ impl Pipeline {
         Ok((attempt, Outputs { tensors, run: Vec::new(), ..outputs }))
     }
 
-    /// Runs all forwards; returns all outputs, as leaves, and the range of rows that are this process's.
+    /// Runs all forwards; returns all outputs, as leaves, and the range of this process's rows.
     fn all_forwards(
         &self,
         input: &impl Batch,

@@ -29,7 +29,7 @@ struct DeviceBuffer {
     generation: u64,
     /// Event at which the contents have arrived; none if they have.
     arrived: Option<Event>,
-    /// Events at which the last stage's work on the buffer is done.
+    /// Events at which work on the buffer's previous contents is done.
     left: Vec<Arc<Event>>,
 }
 
@@ -54,7 +54,7 @@ impl DeviceBuffers {
         self.buffers.iter().filter_map(|buffer| buffer.holds).collect()
     }
 
-    /// Queues copies into a free buffer, by `copy`, on the stream that it gets.
+    /// Fetches a stage into a free buffer: `copy` queues the copies on the stream that it is given.
     pub(super) fn fill(
         &mut self,
         at: usize,
@@ -81,10 +81,11 @@ impl DeviceBuffers {
         self.buffers.len() > 1 && self.buffers.iter().any(|buffer| buffer.holds.is_none())
     }
 
-    /// Makes the buffers so large, unless they are; none is in use. If memory lacks for all, makes a single one.
+    /// Makes the buffers at least this large; none may be in use. If the device has too little memory for
+    /// all, makes a single one.
     ///
     /// # Errors
-    /// When the device's memory runs out: those there were are freed then.
+    /// When the device's memory runs out; the smaller buffers are then freed.
     pub(super) fn reserve(&mut self, bytes: usize) -> Result<()> {
         if bytes > self.bytes {
             for left in self.buffers.drain(..).flat_map(|buffer| buffer.left) {
@@ -128,7 +129,7 @@ impl DeviceBuffers {
         Ok(buffer.bytes.shallow_clone())
     }
 
-    /// Waits until the buffers are filled as far as was asked for.
+    /// Waits until all queued copies into the buffers are done.
     pub(super) fn synchronize(&self) -> Result<()> {
         Ok(self.inward.synchronize()?)
     }

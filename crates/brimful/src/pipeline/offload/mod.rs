@@ -9,12 +9,12 @@
 //! ```
 //!
 //! After a step, an update waits until its stage's weights are fetched the next time: gradients and state come with
-//! them, and the new weights and state go back while the stage computes. In the backward, state alone comes, and a
-//! stage is updated by its gradients on the device when they are complete.
+//! them, and the new weights and state go back while the stage computes. With updates in the backward, only the state
+//! comes, and a stage is updated by its gradients on the device when they are complete.
 //!
 //! A parameter is one tensor for layers, optimizer and files, and so is each tensor of its state. Its storage is the
-//! host buffer's; while its stage is on the device it is the device buffer's, and a step uses it like any other
-//! parameter. Between steps, and after one that failed, every offloaded tensor is on the host.
+//! host buffer's. While its stage is on the device, its storage is the device buffer's, and a step uses it like any
+//! other parameter. Between steps, and after one that failed, every offloaded tensor is on the host.
 
 mod device_buffers;
 mod speed;
@@ -46,7 +46,7 @@ pub(crate) const DEVICE_BUFFERS: usize = 2;
 pub(crate) struct OffloadSettings {
     /// Number of the device's buffers for offloaded stages.
     pub(crate) device_buffers: usize,
-    /// Dtype of gradients in f32 on the host, if not f32.
+    /// Dtype that f32 gradients are rounded to on the host; none keeps f32.
     pub(crate) gradient_kind: Option<Kind>,
     pub(crate) updates_in_backward: bool,
 }
@@ -79,7 +79,7 @@ pub(crate) struct OffloadedStages {
     /// Gradients on the host, arrived or in flight, by stage in the order in which they were sent, then by
     /// group of terms.
     on_host: Vec<Vec<Sum>>,
-    /// Dtype of gradients in f32 on the host, if not f32.
+    /// Dtype that f32 gradients are rounded to on the host; none keeps f32.
     gradient_kind: Option<Kind>,
     /// Updates that wait for the next fetch of their stage.
     waiting: BTreeMap<usize, OptimizerPlan>,
@@ -96,7 +96,7 @@ pub(crate) struct OffloadedStages {
 struct BackwardUpdates {
     /// Gradients of tied parameters, complete once the owning stage has run.
     shared: Vec<(String, Tensor)>,
-    /// Names and places of the parameters on the device that are updated behind each stage.
+    /// Names and places of the parameters on the device that are updated after each stage's last backward.
     resident: HashMap<usize, Vec<(String, usize)>>,
     /// Number of stages that were updated.
     done: usize,
@@ -155,17 +155,17 @@ impl OffloadedStages {
         })
     }
 
-    /// Number of offloaded stages.
+    /// Returns the number of offloaded stages.
     pub(crate) fn count(&self) -> usize {
         self.stages.iter().flatten().count()
     }
 
-    /// Number of device buffers.
+    /// Returns the number of device buffers.
     pub(crate) fn device_buffers(&self) -> usize {
         self.weights.count
     }
 
-    /// Begins a step that sums the gradients of these parameters, all of which are on the host.
+    /// Begins a step that sums the gradients of these parameters; all of them are on the host.
     pub(crate) fn begin(&mut self, parameters: &[Tensor]) {
         self.places = parameters.iter().map(|p| p.data_ptr() as usize).collect();
         self.on_host.clear();
@@ -175,7 +175,7 @@ impl OffloadedStages {
     /// backward, for gradients. All parameters are on the host.
     pub(crate) fn reserve_updates(&mut self, optimizer: &mut Optimizer) -> Result<()> {
         if optimizer.parameters().next().is_none() {
-            // The first replica's optimizer has them all.
+            // Only the first replica's optimizer has parameters.
             return Ok(());
         }
         let mut largest = 0;
@@ -189,8 +189,8 @@ impl OffloadedStages {
         self.states.reserve(largest)
     }
 
-    /// Starts to fetch a stage's weights into a device buffer while the stage before it computes, and its optimizer
-    /// state if an update waits for them, or if this residency `completes` its gradients.
+    /// Starts to fetch a stage's weights into a device buffer while the stage before it computes. Fetches its
+    /// optimizer state too if an update waits, or if this residency `completes` its gradients.
     pub(crate) fn fetch(
         &mut self,
         at: usize,
@@ -198,7 +198,7 @@ impl OffloadedStages {
         completes: bool,
         clock: &mut TransferClock,
     ) -> Result<()> {
-        // A shared parameter comes after its owner's update.
+        // The owner's waiting update changes a shared parameter, so `enter` fetches this stage after it.
         if self.owners(at).any(|owner| self.waiting.contains_key(&owner)) {
             return Ok(());
         }
@@ -267,7 +267,7 @@ impl OffloadedStages {
         }
     }
 
-    /// Takes the step that waits for this stage, which is on the device.
+    /// Applies the waiting update of this stage, which is on the device.
     fn update_waiting(
         &mut self,
         at: usize,
@@ -368,7 +368,7 @@ impl OffloadedStages {
         self.weights.release(at, weights)
     }
 
-    /// Makes device buffers large enough for these steps of stages.
+    /// Makes the device buffers for state large enough for these updates of stages.
     pub(crate) fn reserve_for(&mut self, plans: &BTreeMap<usize, OptimizerPlan>) -> Result<()> {
         let bytes = plans.iter().filter_map(|(at, plan)| {
             Some(self.stages[*at].as_ref()?.state_bytes_with(&plan.gradients()))
@@ -376,12 +376,12 @@ impl OffloadedStages {
         self.states.reserve(bytes.max().unwrap_or(0))
     }
 
-    /// Keeps prepared steps of stages until the stages' weights are fetched.
+    /// Keeps prepared updates of stages until the stages' weights are fetched.
     pub(crate) fn put_off(&mut self, plans: BTreeMap<usize, OptimizerPlan>) {
         self.waiting = plans;
     }
 
-    /// Takes the steps that wait, and waits until the host has all updated stages.
+    /// Applies the waiting updates, and waits until all updated stages are on the host.
     pub(crate) fn finish_updates(&mut self, mut optimizer: Option<&mut Optimizer>) -> Result<()> {
         let mut clock = TransferClock::new(self.memory.device, false);
         while let Some((&at, _)) = self.waiting.first_key_value() {
@@ -413,13 +413,13 @@ impl OffloadedStages {
         done.and(left)
     }
 
-    /// Begins updates in the backward; `resident` has the names and places of the parameters on the device that are
-    /// updated behind each stage.
+    /// Begins updates in the backward; `resident` has the names and places of the parameters on the device
+    /// that are updated after each stage's last backward.
     pub(crate) fn begin_updates(&mut self, resident: HashMap<usize, Vec<(String, usize)>>) {
         self.updates = Some(BackwardUpdates { resident, ..BackwardUpdates::default() });
     }
 
-    /// Returns whether parameters on the device are updated behind this stage.
+    /// Returns whether parameters on the device are updated after this stage's last backward.
     pub(crate) fn updates_resident(&self, at: usize) -> bool {
         self.updates.as_ref().is_some_and(|updates| updates.resident.contains_key(&at))
     }
@@ -460,12 +460,13 @@ impl OffloadedStages {
         self.updates.is_some()
     }
 
-    /// Number of stages that were updated in the backward under way.
+    /// Returns the number of stages that were updated in the backward under way.
     pub(crate) fn updated_stages(&self) -> usize {
         self.updates.as_ref().map_or(0, |updates| updates.done)
     }
 
-    /// Number of stages whose gradients cannot be read, because the optimizer updates them in the backward.
+    /// Returns the number of stages whose gradients cannot be read, because the optimizer updates them in the
+    /// backward.
     pub(crate) fn without_gradients(&self) -> usize {
         if self.in_backward { self.stages.len() } else { 0 }
     }
@@ -571,7 +572,7 @@ impl OffloadedStages {
         Some(OffloadedParameter { part, device, arena })
     }
 
-    /// Transfers every parameter to the host, whatever was under way.
+    /// Points every parameter back to the host and frees the device buffers, whatever was under way.
     pub(crate) fn offload_all(&mut self) -> Result<()> {
         self.weights.held().into_iter().try_for_each(|at| self.release(at))
     }
@@ -582,7 +583,7 @@ impl OffloadedStages {
         self.forget_left(clock)
     }
 
-    /// Lets work that comes after the gradients' copy reuse their device memory.
+    /// Makes this thread's later work wait for the gradients' copy to the host, and frees their device memory.
     fn forget_left(&mut self, clock: &mut TransferClock) -> Result<()> {
         let device = self.memory.device;
         let Some((_, arrived)) = self.in_flight.take() else { return Ok(()) };
@@ -604,7 +605,8 @@ fn added_up(gradients: Vec<(String, Vec<Tensor>)>) -> Result<Vec<(String, Tensor
 
 impl Drop for OffloadedStages {
     fn drop(&mut self) {
-        // Host memory must not be unpinned while copies of it are under way. A device that has failed makes none.
+        // Host memory must not be unpinned while copies of it are under way. Errors are ignored, because a
+        // device that has failed copies nothing.
         let inward = self.weights.synchronize().and(self.states.synchronize());
         let outward = self.outward.outward.synchronize().and(self.homeward.synchronize());
         let _ = (inward, outward);

@@ -38,7 +38,7 @@ pub fn measure_host_link(device: Device) -> Result<HostLinkCost> {
     Ok(HostLinkCost { inward: rate(&inward)?, outward: rate(&outward)?, both: rate(&both)? })
 }
 
-/// Returns the least seconds until the device has done the work.
+/// Returns the shortest time of all runs, in seconds, until the device has done the work.
 fn least(device: Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut least = f64::INFINITY;
     for run in 0..=RUNS {

@@ -68,8 +68,8 @@ pub(crate) struct OffloadedStage {
     /// Events at which the weights, and the state, of the last update have reached the host.
     pub(crate) updated_weights: Option<Arc<Event>>,
     pub(crate) updated_state: Option<Arc<Event>>,
-    /// Host buffers of gradients: one a group of loss terms, more while the gradients of an earlier step
-    /// are in use. Frozen parameters take no space.
+    /// Host buffers of gradients: one for each group of loss terms, more while the gradients of an earlier
+    /// step are in use. Frozen parameters take no space.
     gradients: Vec<HostBuffer>,
 }
 
@@ -169,7 +169,7 @@ impl OffloadedStage {
         Ok(bytes)
     }
 
-    /// Bytes that a fetch copies.
+    /// Returns the bytes that a fetch copies.
     pub(crate) fn fetched_bytes(&self) -> u64 {
         self.own as u64
             + self.guests().map(|guest| tensor_bytes(&guest.placed.on_host)).sum::<u64>()
@@ -212,7 +212,7 @@ impl OffloadedStage {
         if optimizer.has_states(part, |tensor| held.contains(&tensor.data_ptr())) {
             return Ok(());
         }
-        // An update that is on its way comes into the old buffer.
+        // An update in flight still writes to the old buffer.
         if let Some(updated) = &self.updated_state {
             updated.synchronize()?;
         }
@@ -231,12 +231,13 @@ impl OffloadedStage {
         self.state = None;
     }
 
-    /// Bytes of a device buffer for the optimizer's state.
+    /// Returns the bytes of a device buffer for the optimizer's state.
     pub(crate) fn state_bytes(&self) -> usize {
         self.state.as_ref().map_or(0, |state| state.end)
     }
 
-    /// Bytes of a device buffer for the gradients of the stage's own variables, in this dtype if it is given.
+    /// Returns the bytes of a device buffer for the gradients of the stage's own variables, in this dtype if
+    /// it is given.
     pub(crate) fn gradient_bytes(&self, kind: Option<Kind>) -> usize {
         let trained = self.own().filter(|variable| variable.is_trained());
         let bytes = trained.map(|OffloadedVariable { placed, .. }| {
@@ -246,7 +247,7 @@ impl OffloadedStage {
         bytes.sum()
     }
 
-    /// Bytes of a device buffer for the optimizer's state and these gradients.
+    /// Returns the bytes of a device buffer for the optimizer's state and these gradients.
     pub(crate) fn state_bytes_with(&self, gradients: &[Tensor]) -> usize {
         let bytes =
             gradients.iter().map(|gradient| aligned_bytes(gradient.numel(), gradient.kind()));
@@ -331,8 +332,8 @@ impl OffloadedStage {
         Ok(on_host)
     }
 
-    /// Returns these gradients under the names of the stage's own variables, together with those that later
-    /// stages left in `shared`. Leaves the gradients of variables that an earlier stage owns in `shared`.
+    /// Returns the gradients of the stage's own variables by name, with the gradients that later stages left
+    /// for them in `shared`. Leaves the gradients of variables that an earlier stage owns in `shared`.
     pub(crate) fn named(
         &self,
         gradients: &[Sum],
@@ -357,8 +358,7 @@ impl OffloadedStage {
         own
     }
 
-    /// Returns the index of a free gradient buffer of at least so many bytes: those of an earlier step may
-    /// be in use.
+    /// Returns the index of a free gradient buffer of at least so many bytes; allocates one if there is none.
     fn free_gradients(&mut self, bytes: usize, memory: &HostMemory) -> Result<usize> {
         for (at, buffer) in self.gradients.iter().enumerate() {
             if buffer.bytes().numel() >= bytes && buffer.is_free() {
@@ -420,7 +420,7 @@ impl Placed {
 /// Host memory of offloaded stages.
 #[derive(Debug)]
 pub(crate) struct HostMemory {
-    /// Arena that it is charged to; none if the device's own arena does not count host memory.
+    /// Arena that host buffers are charged to, if any.
     pub(crate) arena: Option<Arena>,
     pub(crate) device: Device,
 }
@@ -444,7 +444,7 @@ impl HostMemory {
     }
 }
 
-/// Bytes of so many numbers, rounded up to the alignment.
+/// Returns the bytes of so many numbers, rounded up to the alignment.
 fn aligned_bytes(numbers: usize, kind: Kind) -> usize {
     (numbers * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
 }

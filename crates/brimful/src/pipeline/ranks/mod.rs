@@ -32,7 +32,7 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
-    /// Assigns workers to the ranks of one pipeline, which have so many devices each, in order.
+    /// Assigns workers to the ranks of one pipeline, in order; `devices` has each rank's number of devices.
     pub(crate) fn new(
         team: Team,
         replicas_here: usize,
@@ -102,9 +102,9 @@ impl Ranks {
         (self.team.replicas > 1).then(|| RankSum::of(collective.clone(), peers(), base))
     }
 
-    /// Gathers the values of a pipeline's workers, in order, from those of each rank; all ranks get the
-    /// error of a failed one. Takes the first pipeline's values, because those computed elsewhere may
-    /// differ in their last bits, and models changed by them would drift apart.
+    /// Gathers the values of the first pipeline's workers, in order, on all ranks. If a rank fails, all ranks
+    /// get its error. Values of other pipelines may differ in their last bits, so models that each used their
+    /// own would drift apart.
     pub(crate) fn of_workers<T>(&self, what: &str, here: Result<Vec<T>>) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
@@ -113,8 +113,8 @@ impl Ranks {
         Ok(all.into_iter().take(self.team.ranks_of_replica()).flatten().collect())
     }
 
-    /// Gathers all ranks' tensors, given by worker, on rank 0, in the order of their names; other replicas
-    /// keep their own equal ones. All ranks get the error of a failed one.
+    /// Gathers all ranks' tensors, given by worker, on rank 0, in the order of their names. Replicas other
+    /// than the first return their own, which are equal. If a rank fails, all ranks get its error.
     pub(crate) fn gather(
         &self,
         here: Result<Vec<Vec<(String, Tensor)>>>,
@@ -151,8 +151,8 @@ impl Ranks {
         Ok(own.expect("all ranks went well, this one too"))
     }
 
-    /// Chosen names, by worker of this rank, of those that all workers have. Fails on all ranks where a rank
-    /// chooses none, with `none` of their number and the first.
+    /// Returns the chosen names of each worker of this rank; `names` has those of all workers. If a rank
+    /// chooses none, all ranks fail; `none` makes the error from the number of names and the first one.
     pub(crate) fn chosen(
         &self,
         what: &str,
@@ -175,8 +175,7 @@ impl Ranks {
         })
     }
 
-    /// Runs this rank's part of a collective of its own. All ranks get all results, or all get the first
-    /// error.
+    /// Runs this rank's part of a new collective. All ranks get all results, or all get the first error.
     pub(crate) fn together<T>(
         &self,
         what: &str,

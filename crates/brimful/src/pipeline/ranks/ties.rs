@@ -25,7 +25,7 @@ pub(crate) struct Tie {
 pub(crate) type TiedGradient = (usize, String, Tensor);
 
 impl Ranks {
-    /// Finds the copies of all ranks.
+    /// Finds the copies of variables in all ranks, and marks the variables that have copies.
     pub(crate) fn tie(&mut self, workers: &Workers<Worker>) -> Result<()> {
         let ties = workers.all(|worker| {
             let number = worker.number;
@@ -149,7 +149,7 @@ fn from_others(
 ) -> Result<Vec<(String, Tensor)>> {
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
         let value = changed.iter().find(|(name, _)| *name == tie.name);
-        // Sends an empty list if unchanged: the other rank cannot know, and waits for one.
+        // Sends a list without a tensor if the value is unchanged, because the other rank waits for a list.
         let value = value.map(|(_, value)| on_host(value)).transpose()?;
         collective.outlet(ranks.of(tie.copy), number, usize::MAX).send(vec![vec![value]])?;
     }

@@ -45,8 +45,8 @@ impl WorkerRun {
         Ok(Boundary { norm, ..input })
     }
 
-    /// Takes a micro-batch's share for the barrier before its stage out of the gradients. The last one
-    /// completes the sums.
+    /// Takes a micro-batch's share of the statistics' gradient out of `gradients`, and adds it at the barrier
+    /// before the stage. The last share completes the barrier.
     pub(super) fn note_probe(
         &mut self,
         site: &Site,
@@ -94,7 +94,7 @@ impl WorkerRun {
         Ok(())
     }
 
-    /// Completes the gradients of a stage's output by the statistics of the barrier after it.
+    /// Completes the gradients of a stage's output with the sums of the barrier after it.
     pub(super) fn complete(
         &mut self,
         at: usize,

@@ -153,8 +153,8 @@ impl WorkerRun {
         self.accumulator.as_mut().expect("training has an accumulator")
     }
 
-    /// Announces which parameters get gradients next: the stage's own or, if a closure follows, any that it
-    /// refers to.
+    /// Announces which parameters get gradients next: the stage's own, or any if the user's closure follows,
+    /// which may use others.
     ///
     /// Gradients are complete after the worker's last whole backward or weight gradient (dW), of any stage:
     /// from then on they may leave for the other replicas.
@@ -182,7 +182,7 @@ impl WorkerRun {
     }
 }
 
-/// Fails unless the device still holds the fetch of the weights that the graph refers to.
+/// Fails unless the device still holds the weights of the fetch that the graph refers to.
 fn check_weights(site: &Site, at: usize, generation: Option<u64>) -> Result<()> {
     match site.generation(at) == generation {
         true => Ok(()),

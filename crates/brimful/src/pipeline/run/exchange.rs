@@ -1,4 +1,4 @@
-//! Exchanges tensors with the other stages, the model's inputs and its outputs.
+//! Exchanges tensors with the other stages, takes the model's inputs and hands over its outputs.
 
 use tch::Tensor;
 
@@ -45,7 +45,8 @@ impl WorkerRun {
         Ok((Boundary { values, skips, norm: None }, all.then_some(staged)))
     }
 
-    /// Brings what a stage needs for its next run of a micro-batch back from the host.
+    /// Brings a stage's input for its next run of a micro-batch to the device: from the previous stage before
+    /// the first run, otherwise back from the host.
     pub(crate) fn bring_in(&mut self, site: &mut Site, at: usize, i: usize) -> Result<(), Stop> {
         match self.kept[at][i].take() {
             None => self.arrived[at][i] = Some(self.receive(site, at, i)?),
@@ -91,8 +92,8 @@ impl WorkerRun {
         Transfer { kind, stage, micro_batch: Some(MicroBatchId::at(i)), before: self.next }
     }
 
-    /// Sends the output to the next stage, or ends the model with it. Returns what its backward starts
-    /// from.
+    /// Sends the output to the next stage; on the last stage, computes the loss or gathers the output. Returns
+    /// the start of the backward.
     pub(crate) fn hand_on(
         &mut self,
         site: &Site,
@@ -201,8 +202,9 @@ impl WorkerRun {
     }
 }
 
-/// Transfers tensors that enter a stage, or come back from it, to host staging if they wait there, as this
-/// transfer: all micro-batches may pass a stage before the next one takes the first output.
+/// Copies tensors to host staging if they wait there, as this transfer; otherwise records an event for
+/// another worker. Tensors wait on the host because all micro-batches may pass a stage before the next stage
+/// takes the first output.
 fn finish_transfer(
     site: &Site,
     transfer: StageTransfer,
@@ -213,7 +215,7 @@ fn finish_transfer(
     match (outlet, site.host_staging_of(one.stage)) {
         (StageOutlet::Far(_), _) => Ok(transfer),
         (_, Some(host)) => site.leave(transfer, host, one, clock),
-        // No event: each would cost as much as a launch.
+        // One stream keeps the order, and each event would cost as much as a launch.
         (StageOutlet::Own(_), None) => Ok(transfer),
         (StageOutlet::Near(_), None) => transfer.with_event(site.device),
     }

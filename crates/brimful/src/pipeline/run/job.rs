@@ -59,7 +59,7 @@ impl Mode {
 pub(crate) enum End {
     /// Another worker has the last stage.
     Elsewhere,
-    /// A closure gets the outputs; in training, its loss is traced back.
+    /// A closure gets the outputs; in training, backward starts from its loss.
     Closure(LossFn),
     /// The worker gathers the outputs.
     Gather,

@@ -43,7 +43,7 @@ impl ActionClock {
         };
         let origin = match device {
             Device::Cpu => TimedEvent::Host(start),
-            // An event measures time only from another event: the host's `start` is none.
+            // An event measures time only from another event, and `start` is a time of the host.
             device => TimedEvent::now(device)?,
         };
         Ok(Self { device, arena, origin, begun: None, spans: Vec::with_capacity(actions) })

@@ -8,7 +8,7 @@
 //!           ◀═ its gradients ═
 //! ```
 //!
-//! A skip never blocks its sender: that could stop stages that may run by the schedule's rules. Channels
+//! A skip never blocks its sender: a blocked sender could stop stages that the schedule lets run. Channels
 //! between stages of one worker have a place for each micro-batch too. The world's channels connect stages
 //! in other ranks.
 

@@ -51,7 +51,7 @@ pub(crate) struct WorkerRun {
     pub(crate) outputs: Vec<Vec<Tensor>>,
     /// Gradients of gathered outputs, by micro-batch.
     pub(crate) output_gradients: Vec<Tensors>,
-    /// The largest gradient after each micro-batch's last backward, where that is asked for.
+    /// Largest gradient after each micro-batch's last backward, if non-finite gradients are refused.
     pub(crate) largest: Vec<Option<Tensor>>,
     /// The model's inputs; empty except on the first stage's worker.
     pub(crate) intake: Intake,
@@ -148,7 +148,7 @@ impl WorkerRun {
         let Some(&last) = self.list.last().filter(|_| self.next == self.list.len()) else {
             return Ok(());
         };
-        // Transfers that follow the last action: its gradients go to the host.
+        // Transfers that follow the last action, such as its gradients' copy to the host.
         let done = oom::catch(|| self.start_transfers(site));
         done.map_err(|caught| failure(site, last, caught))
     }
@@ -158,7 +158,8 @@ impl WorkerRun {
         self.list.iter().rposition(|action| action.stage == stage && action.kind.releases())
     }
 
-    /// Refuses to update a stage in the backward while the step's losses or gradients could still be refused.
+    /// Fails if an update in the backward cannot run: the loss's denominator is not known yet, or the policy
+    /// refuses a loss or gradient.
     fn check_update(&self, site: &Site) -> Result<()> {
         let Some(offloaded) = site.offloaded.as_ref().filter(|o| o.updates_in_backward()) else {
             return Ok(());
@@ -417,7 +418,7 @@ fn refuse_non_finite(
     offloaded: &OffloadedStages,
     policy: NonFinitePolicy,
 ) -> Result<()> {
-    // Every read waits for the device.
+    // Losses only once, because every read waits for the device.
     if offloaded.updated_stages() == 0 && policy != NonFinitePolicy::Allow {
         tally.read(policy)?;
     }

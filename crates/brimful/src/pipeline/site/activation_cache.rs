@@ -26,7 +26,8 @@ use crate::pipeline::transfers::TransferClock;
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::Awaited;
 
-/// Sixteenths of all memory that are left free for fragmentation; at 16 nothing is cached on the device.
+/// Largest number of sixteenths of all memory that stay free for fragmentation. At 16, nothing is cached on
+/// the device.
 const ALL_APART: u64 = 16;
 
 /// Number of actions that the host may be ahead of the device.
@@ -75,7 +76,7 @@ impl InFlight {
         Ok(())
     }
 
-    /// Bytes still in flight.
+    /// Returns the bytes still in flight.
     fn bytes(&mut self) -> Result<u64> {
         self.forget_arrived()?;
         Ok(self.queue.iter().map(|(_, bytes)| bytes).sum())

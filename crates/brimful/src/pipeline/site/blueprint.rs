@@ -39,8 +39,8 @@ pub(crate) struct Blueprint {
 #[derive(Debug, Clone)]
 pub(crate) struct StageBuild {
     pub(crate) kind: tch::Kind,
-    /// Device or host for each stage's weights and boundaries; `host` is the arena that those on the host
-    /// are charged to.
+    /// Device or host for each stage's weights and boundaries; `host` is the arena that host memory is
+    /// charged to.
     pub(crate) locations: Vec<StageLocation>,
     pub(crate) host: Option<Arena>,
     /// Whether to keep activations on a device with enough free bytes.
@@ -111,7 +111,7 @@ impl Blueprint {
         })
     }
 
-    /// Makes host staging for boundaries; none if none can wait on the host.
+    /// Makes host staging for boundaries; none if no boundary can wait on the host.
     fn host_staging(
         &self,
         offloaded: Option<&OffloadedStages>,

@@ -1,4 +1,4 @@
-//! Site of a worker: its device, its stages, and what holds their tensors there and on the host.
+//! Site of a worker: its device, its stages, and the buffers and caches of their tensors.
 
 mod activation_cache;
 mod blueprint;
@@ -46,8 +46,8 @@ pub(crate) struct Site {
     pub(crate) trains: bool,
     /// Policy for non-finite values.
     pub(crate) non_finite: NonFinitePolicy,
-    /// Running statistics that every run updates, as tensors whose changes autograd does not count: it
-    /// takes them for inputs of the backward, which they are not.
+    /// Running statistics that every run updates, as tensors whose changes autograd does not count. Autograd
+    /// saves the statistics for the backward, which would otherwise refuse to run after a change.
     pub(crate) unmanaged: Vec<Tensor>,
     /// Offloaded stages of this worker; none if all stay on the device.
     pub(crate) offloaded: Option<OffloadedStages>,
@@ -110,8 +110,8 @@ impl Site {
         }
     }
 
-    /// Returns the number of the fetch that a graph of the stage made now refers to; none if the stage
-    /// stays on the device.
+    /// Returns the number of the fetch that brought the stage's current weights, which a graph made now
+    /// refers to; none if the stage stays on the device.
     pub(crate) fn generation(&self, at: usize) -> Option<u64> {
         self.offloaded.as_ref().and_then(|offloaded| offloaded.generation(at))
     }
@@ -157,7 +157,7 @@ impl Site {
         self.cache.as_ref().is_none_or(ActivationCache::keeps_inputs)
     }
 
-    /// Keeps a stage's input until its recomputation: on the host, if anything can wait there.
+    /// Keeps a stage's input until its recomputation: on the host if there is host staging.
     pub(crate) fn stage_input(
         &self,
         input: Boundary,
@@ -215,7 +215,7 @@ impl Site {
         }
     }
 
-    /// Waits until no other worker draws from the same generator.
+    /// Locks the random generator of a device that several workers share.
     pub(crate) fn lock_device(&self) -> Option<MutexGuard<'_, ()>> {
         self.device_lock.as_ref().map(taken)
     }

@@ -34,7 +34,7 @@ impl Stage {
     /// Runs the layers; calls `before` with each layer's position.
     ///
     /// # Panics
-    /// When one of them does.
+    /// When a layer does.
     pub(crate) fn run(&self, input: Boundary, train: bool, before: impl FnMut(usize)) -> Boundary {
         let norm = self.exact_norm().zip(input.norm);
         let _lent = norm.map(|(norm, met)| norm.lend(met));
@@ -47,7 +47,7 @@ impl Stage {
         Boundary { values, skips: self.exports.iter().map(outgoing).collect(), norm: None }
     }
 
-    /// Target stages of each export.
+    /// Returns the target stages of each export.
     pub(crate) fn targets(&self) -> impl Iterator<Item = &[usize]> {
         self.exports.iter().map(|export| export.targets.as_slice())
     }
@@ -59,12 +59,12 @@ impl Stage {
 }
 
 impl Boundary {
-    /// All tensors, the values first.
+    /// Returns all tensors, the values first.
     pub(crate) fn all(&self) -> impl Iterator<Item = &Tensor> {
         self.values.iter().chain(self.skips.iter().flatten())
     }
 
-    /// Leaves that accumulate gradients: those of the values, of each skip, and of the normalising
+    /// Returns the leaves that accumulate gradients: of the values, of each skip, and of the normalising
     /// statistics.
     pub(crate) fn leaves(&self) -> impl Iterator<Item = &[Tensor]> {
         let probes = self.norm.iter().map(|met| met.probes.as_slice());

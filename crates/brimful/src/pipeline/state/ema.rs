@@ -95,7 +95,7 @@ impl PipelineEma {
     /// When a worker has ended.
     pub fn state(&self) -> Result<(Vec<(String, Tensor)>, Metadata)> {
         let parts = self.workers.lock_outside_step()?.all(|worker| Ok(ema(worker)?.state()));
-        // All workers have the same texts.
+        // All workers have the same metadata.
         let mut texts = Metadata::new();
         let tensors = parts.map(|parts| {
             let (tensors, mut metadata): (Vec<_>, Vec<_>) = parts.into_iter().unzip();

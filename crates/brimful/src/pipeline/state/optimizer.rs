@@ -92,9 +92,9 @@ impl PipelineOptimizer {
     pub fn decay_only_matrices(&mut self) -> Result<()> {
         let workers = self.workers.lock_outside_step()?;
         let check = || workers.all(|worker| optimizer(worker)?.check_no_decay());
-        self.ranks.all_or_none("group", check)?;
+        self.ranks.all_or_none("weight decay", check)?;
         let make = || workers.all(|worker| optimizer(worker)?.decay_only_matrices());
-        self.ranks.all_or_none("group", make).map(drop)
+        self.ranks.all_or_none("weight decay", make).map(drop)
     }
 
     /// Updates every parameter that has a gradient, on all devices or on none. Does nothing if they were updated [in
@@ -133,7 +133,7 @@ impl PipelineOptimizer {
         saved::zero_grad(&workers)
     }
 
-    /// Clips the gradients of all stages together to the 2-norm `max_norm`. Returns their norm before
+    /// Clips the gradients of all stages together to the L2 norm `max_norm`. Returns their norm before
     /// clipping, which the host waits for.
     ///
     /// # Errors
@@ -179,7 +179,7 @@ impl PipelineOptimizer {
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
         optim::check_rate(rate)?;
         self.workers.lock_outside_step()?.all(move |worker| {
-            // Steps that wait keep theirs.
+            // Waiting updates keep the rate of their step.
             made(worker).set_learning_rate(rate)
         })?;
         self.learning_rate = rate;

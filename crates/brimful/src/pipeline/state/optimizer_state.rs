@@ -1,4 +1,5 @@
-//! State of a pipeline's optimizer: that of one optimizer over all parameters, whatever the balance.
+//! State of a pipeline's optimizer, in the form of one optimizer over all parameters: it does not depend on
+//! the balance.
 
 use std::collections::BTreeSet;
 use std::path::Path;

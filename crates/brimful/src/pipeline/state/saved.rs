@@ -20,8 +20,8 @@ use crate::workers::Workers;
 impl Pipeline {
     /// Returns all variables with their names, in the order of the names, each on its stage's device. A
     /// shared variable appears once. They are the stages' own tensors: changing one changes the model, and
-    /// the next step copies the change to every copy of a shared variable, in other stages and ranks too. A
-    /// change is what libtorch counts as one: everything but writes through [`Tensor::data`].
+    /// the next step copies the change to every copy of a shared variable, in other stages and ranks too.
+    /// Writes through [`Tensor::data`] are not noticed, because libtorch does not count them as changes.
     ///
     /// Waits for the last update. Later updates and steps write to the variables of offloaded stages while
     /// the caller goes on: a caller that keeps them must call
@@ -65,7 +65,7 @@ impl Pipeline {
         self.set_trained(false, which)
     }
 
-    /// Trains these parameters again.
+    /// Unfreezes the parameters whose names satisfy `which`.
     ///
     /// # Errors
     /// When there are none.
@@ -83,9 +83,9 @@ impl Pipeline {
         self.ranks.on_first("save", || save::write(path, &all, &Metadata::new()))
     }
 
-    /// Reads all variables from a file of a pipeline of any balance, a plain model, or the program. Skips
-    /// an optimizer's state, averages, and PyTorch's counts of batches in it. In a world, every rank reads
-    /// the file.
+    /// Reads all variables from a file that a pipeline of any balance, a plain model or the program saved.
+    /// Skips an optimizer's state, averages, and PyTorch's counts of batches in it. In a world, every rank
+    /// reads the file.
     ///
     /// # Errors
     /// When the file cannot be read, or its variables differ from the model's, which the error lists;
@@ -95,12 +95,12 @@ impl Pipeline {
         self.set_variables(variables)
     }
 
-    /// Sets all variables to these values; skips what [`Pipeline::load`] skips.
+    /// Sets all variables to these values; skips the same tensors as [`Pipeline::load`].
     ///
     /// # Errors
-    /// When they are not those of the model; nothing is changed then. If memory runs out or a worker has
-    /// ended, some variables have new values and some old: set them again. In a world, all ranks get either
-    /// error.
+    /// When their names or shapes differ from the model's; nothing is changed then. If memory runs out or a
+    /// worker has ended, some variables have new values and some old: set them again. In a world, all ranks
+    /// get either error.
     pub fn set_variables(&mut self, values: Vec<(String, Tensor)>) -> Result<()> {
         let workers = self.workers();
         let form = |(name, tensor): (String, Tensor)| (name, tensor.size());

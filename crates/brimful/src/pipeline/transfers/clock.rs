@@ -65,7 +65,7 @@ impl TransferClock {
         awaited: Awaited,
         wait: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        // A CPU waits for every copy because it makes it.
+        // A CPU makes every copy itself, so `read` reports the copies as waits.
         let is_apart = self.device != Device::Cpu;
         let Some(noted) = self.noted.as_mut().filter(|_| is_apart) else { return wait() };
         let start = TimedEvent::now(self.device)?;
@@ -102,8 +102,9 @@ impl TransferClock {
     }
 }
 
-/// Sorts the transfers by their start. Weights and boundaries have streams of their own, but each direction
-/// of the host link carries one copy at a time: a queued copy starts when the one before it ends.
+/// Corrects the transfers' starts, and sorts by them. Weights and boundaries have streams of their own, but
+/// each direction of the host link carries one copy at a time: a queued copy starts when the one before it
+/// ends.
 fn one_at_a_time(mut transfers: Vec<TransferSpan>) -> Vec<TransferSpan> {
     transfers.sort_by(|a, b| a.end.total_cmp(&b.end));
     let mut free = [0.0_f64; 2];

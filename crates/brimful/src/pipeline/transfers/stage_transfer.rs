@@ -67,7 +67,7 @@ impl StageTransfer {
         Ok(Self { ready: event_on(device)?.map(Arc::new), ..self })
     }
 
-    /// Copies tensors that this thread's work on the device has made to the host, as this transfer.
+    /// Copies the tensors to the host as this transfer, after this thread's queued work on the device.
     pub(crate) fn stage(
         self,
         host: &HostStaging,
@@ -127,8 +127,8 @@ impl StageTransfer {
 }
 
 impl CopyStreams {
-    /// Brings the tensors to this device, for this thread's work on it; as this transfer if they wait on
-    /// the host.
+    /// Copies the tensors to this device, ready for this thread's work on it. Times the copy as this transfer
+    /// if they waited on the host.
     pub(crate) fn unpack(
         &self,
         transfer: StageTransfer,

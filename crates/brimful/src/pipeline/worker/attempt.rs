@@ -1,4 +1,4 @@
-//! Runs one worker's attempt at a step: its actions, and what commits or undoes them.
+//! Runs one worker's attempt at a step, and keeps the state to commit or undo it.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -19,7 +19,7 @@ use crate::{Result, oom};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::ActionKind;
 
-/// Result of a worker's part of a step; the worker keeps what commits or undoes it.
+/// Result of a worker's part of a step; the worker keeps the state to commit or undo it.
 #[derive(Debug, Default)]
 pub(crate) struct WorkerDone {
     /// Report of the part, if the worker made it at once.
@@ -30,11 +30,12 @@ pub(crate) struct WorkerDone {
     pub(crate) needed: Option<Bytes>,
     /// Whether layers of this library normalised each micro-batch by itself.
     pub(crate) normalised: bool,
-    /// BatchNorm layers of others in its stages.
+    /// Number of BatchNorm layers in its stages that are not this library's.
     pub(crate) unmanaged_norms: usize,
 }
 
-/// Whether a worker reports its part as soon as it has run, and whether other replicas need the report.
+/// Report settings: whether a worker reports its part as soon as it has run, and whether other replicas need
+/// the report.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReportOptions {
     pub(crate) at_once: bool,
@@ -54,7 +55,7 @@ pub(crate) struct Idle {
 type Unmanaged = Vec<(Tensor, Tensor)>;
 
 impl Worker {
-    /// Runs a whole mini-batch, and keeps what commits or undoes it.
+    /// Runs a whole mini-batch, and keeps the state to commit or undo it.
     pub(crate) fn attempt(
         &mut self,
         job: Job,
@@ -80,7 +81,8 @@ impl Worker {
         Ok(WorkerDone { outputs, ..WorkerDone::default() })
     }
 
-    /// Runs the backwards of that step, from these gradients of each micro-batch's outputs.
+    /// Runs the backwards of the step that `attempt_forward` began, from the gradients of each micro-batch's
+    /// outputs.
     pub(crate) fn attempt_backward(
         &mut self,
         gradients: Vec<Tensors>,
@@ -143,7 +145,7 @@ impl Worker {
         Ok(run)
     }
 
-    /// Makes the accumulator of the run's gradients, and begins updates in the backward if stages are updated there.
+    /// Makes the accumulator of the run's gradients, and begins updates in the backward if they are enabled.
     fn begin_gradients(&mut self, run: &mut WorkerRun) -> Result<()> {
         run.accumulator = Some(self.accumulator(run)?);
         self.begin_updates(run)
@@ -170,7 +172,7 @@ impl Worker {
         Ok(accumulator.summing(run.job.summing.clone()))
     }
 
-    /// Begins updates in this run's backward.
+    /// Begins updates in this run's backward, if they are enabled.
     fn begin_updates(&mut self, run: &WorkerRun) -> Result<()> {
         let Some(offloaded) =
             self.site.offloaded.as_ref().filter(|_| self.site.optimizer.is_some())
@@ -195,8 +197,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Returns the names and places of the trained parameters that stay on the device, by the stage whose backward is the
-    /// last to use them.
+    /// Returns the names and places of the trained parameters that stay on the device. Each is listed under
+    /// the stage whose backward uses it last.
     fn resident_parameters(&self, run: &WorkerRun) -> HashMap<usize, Vec<(String, usize)>> {
         let mut last: BTreeMap<usize, (Option<usize>, usize)> = BTreeMap::new();
         let by_stage = self.variables.trained_by_stage(self.site.stages.len());
@@ -236,7 +238,7 @@ impl Worker {
         self.variables.trained().map(|variable| variable.tensor.shallow_clone()).collect()
     }
 
-    /// Runs on while it collects the layers' statistics; undoes them if the run fails.
+    /// Continues the run and collects the layers' statistics; undoes them if the run fails.
     fn collecting(
         &mut self,
         run: WorkerRun,
@@ -244,11 +246,11 @@ impl Worker {
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<(WorkerRun, Undo), WorkerFailure> {
         let (statistics, result) = Pending::collect(false, || self.go_on(run, wanted));
-        // A step's random numbers are its own: nothing of them needs restoring.
+        // Each step draws from its own seed, so no random state needs restoring.
         or_undo(result, Undo { statistics, randomness: Randomness::default(), unmanaged })
     }
 
-    /// Runs on; a failure drops the run, so that the other workers stop.
+    /// Continues the run; a failure drops it, so that the other workers stop.
     fn go_on(
         &mut self,
         mut run: WorkerRun,
@@ -274,7 +276,7 @@ impl Worker {
         }
     }
 
-    /// Keeps the finished run, or undoes it.
+    /// Keeps the results of a finished run as the current attempt; undoes the run if that fails.
     fn conclude(
         &mut self,
         run: WorkerRun,
@@ -288,7 +290,7 @@ impl Worker {
         // The run's graphs and inputs are freed in here, before the report needs memory.
         let kept = oom::catch(|| self.keep_run(run)).map_err(|caught| into_error(caught).into());
         let ((mut attempt, outputs), undo) = or_undo(kept, undo)?;
-        // Before the report: if that fails, `undo` finds here what to restore.
+        // Before the report: if the report fails, `self.undo` restores from here.
         attempt.undo = undo;
         self.attempt = Some(attempt);
         oom::catch(|| self.done(outputs, report_options)).map_err(|caught| {
@@ -314,7 +316,7 @@ impl Worker {
             tally.add_largest(largest)?;
         }
         let groups = tally.groups(job.mode.is_last());
-        // Parameters of these sums: others may be trained by the time of the commit.
+        // Kept with their sums: other parameters may be trained by the time of the commit.
         let (parameters, sums) =
             accumulator.map(Accumulator::finish).transpose()?.unwrap_or_default();
         (self.spans, self.host_link) = timeline.read(transfer_clock)?;
@@ -351,7 +353,7 @@ impl Worker {
     }
 }
 
-/// Returns a success together with its undo; undoes a failure.
+/// Returns a success together with `undo`; runs `undo` after a failure.
 fn or_undo<T>(result: Result<T, WorkerFailure>, undo: Undo) -> Result<(T, Undo), WorkerFailure> {
     match result {
         Ok(done) => Ok((done, undo)),

@@ -14,7 +14,7 @@ use crate::statistics::Pending;
 use crate::step::{PartReport, StepError, StoreAttempt, Whole};
 
 impl Worker {
-    /// Reports what all parts must know of this attempt.
+    /// Returns this worker's report on the attempt, which a commit needs from every worker.
     pub(crate) fn tell(&mut self, others: bool) -> Result<PartReport> {
         let Some(attempt) = &mut self.attempt else {
             return Err(StepError::NothingAccumulated.into());
@@ -74,12 +74,12 @@ impl Worker {
         Ok(())
     }
 
-    /// Refuses to commit prepared gradients that are not finite, by the policy.
+    /// Fails if a prepared gradient is not finite and the policy refuses that.
     pub(crate) fn check_finite(&self) -> Result<()> {
         self.attempt.as_ref().map_or(Ok(()), |attempt| attempt.check_finite(self.site.non_finite))
     }
 
-    /// Takes the layers' statistics out, filed under these variables of another worker.
+    /// Takes out the layers' statistics, and assigns them to these variables of another worker.
     pub(crate) fn hand_statistics(
         &mut self,
         twins: &[(String, Tensor)],
@@ -88,7 +88,7 @@ impl Worker {
         let own = self.variables.all().map(|v| (v.tensor.data_ptr(), v.name.as_str()));
         let own: HashMap<_, &str> = own.collect();
         let twins: HashMap<&str, &Tensor> = twins.iter().map(|(n, t)| (n.as_str(), t)).collect();
-        // Taken out: filed under the owner's variables, they would update those from here too.
+        // Taken out: otherwise this worker would also apply them to the other worker's variables.
         let mut statistics = std::mem::take(&mut attempt.undo.statistics);
         statistics.hand_to(|tensor| {
             let name = own.get(&tensor.data_ptr())?;
@@ -97,7 +97,7 @@ impl Worker {
         Ok(Some(statistics))
     }
 
-    /// Adds the same layers' statistics of other replicas.
+    /// Adds the statistics of the same layers in other replicas.
     pub(crate) fn join_statistics(&mut self, others: Vec<Pending>) -> Result<()> {
         let Some(attempt) = &mut self.attempt else { return Ok(()) };
         attempt.undo.statistics.pool()?;

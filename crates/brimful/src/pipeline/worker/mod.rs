@@ -81,8 +81,8 @@ impl Worker {
 
     /// Changes the parameters' memory format for the next run.
     fn convert(&mut self, channels_last: bool) -> Result<()> {
-        // Not within an accumulation window, whose sums have the parameters' first memory format; nor for
-        // offloaded stages, whose host buffers have theirs.
+        // Not within an accumulation window: its sums have the format of its first mini-batch. Not with
+        // offloaded stages: their host buffers have a fixed format.
         let stays = self.window.is_some() || self.site.offloaded.is_some();
         if stays || self.site.channels_last == channels_last {
             return Ok(());

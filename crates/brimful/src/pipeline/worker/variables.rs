@@ -38,7 +38,7 @@ struct VariableMark {
 }
 
 impl VariableMark {
-    /// Returns none if libtorch does not count the tensor's changes: it may then have changed.
+    /// Reads the tensor's state; returns none if libtorch does not count the tensor's changes.
     fn of(tensor: &Tensor) -> Option<Self> {
         let version = tensor.f_internal_version().ok()?;
         Some(Self {
@@ -100,17 +100,17 @@ impl Variables {
 
     /// Returns the variables whose copies may differ by now.
     pub(crate) fn changed(&self) -> impl Iterator<Item = &Variable> {
-        // A copy's own running statistics are no change of the owner's.
+        // Running statistics always count as changed: a copy may have updated its own.
         let changed = |(at, seen): &&(usize, Option<VariableMark>)| {
             let Variable { tensor, trainable, .. } = &self.list[*at];
-            // Two marks of uncounted changes are equal, and prove nothing.
+            // Without a mark, libtorch does not count the changes, so there may be some.
             !trainable || seen.is_none() || *seen != VariableMark::of(tensor)
         };
         self.shared.iter().filter(changed).map(|(at, _)| &self.list[*at])
     }
 
-    /// Marks all variables with copies as changed, because a copy was: all copies follow before the next
-    /// step.
+    /// Marks all variables with copies as changed, so that all copies follow before the next step. Used when
+    /// a copy itself may have changed.
     pub(crate) fn compare_anew(&mut self) {
         self.shared.iter_mut().for_each(|(_, seen)| *seen = None);
     }
@@ -141,8 +141,8 @@ impl Variables {
         self.list.iter().filter(|variable| variable.trainable && variable.tensor.requires_grad())
     }
 
-    /// Returns the places of each stage's parameters among those that get gradients. A parameter with two
-    /// names has its gradient at the first.
+    /// Returns the places of each stage's parameters in the list of `trained`. A parameter with two names has
+    /// its gradient at the first.
     pub(crate) fn trained_by_stage(&self, stages: usize) -> Vec<Vec<usize>> {
         let mut all = vec![Vec::new(); stages];
         let mut first = HashMap::new();

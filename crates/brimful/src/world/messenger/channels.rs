@@ -1,4 +1,4 @@
-//! Turns (collectives) and their channels: transfers between ranks, and sums over ranks.
+//! Collectives and their channels: transfers between ranks, and sums over ranks.
 
 use super::Messenger;
 use crate::Result;
@@ -11,19 +11,19 @@ use crate::world::waits::Wait;
 use crate::world::wire::Ticket;
 
 impl Messenger {
-    /// Begins a collective, which has channels of its own. All ranks begin the same collectives in the same order.
+    /// Begins a collective and returns its number. All ranks begin the same collectives in the same order.
     pub(in crate::world) fn begin(&mut self) -> u64 {
         self.collectives += 1;
         self.open.insert(self.collectives);
         self.collectives
     }
 
-    /// Whether a collective has begun and ended here.
+    /// Returns whether a collective has begun and ended here.
     pub(super) fn is_over(&self, collective: u64) -> bool {
         collective <= self.collectives && !self.open.contains(&collective)
     }
 
-    /// Whether devices of this rank still compute data that other ranks need in a collective.
+    /// Returns whether devices of this rank still compute data that other ranks need in a collective.
     pub(in crate::world) fn is_computing_for(&self, collective: u64) -> bool {
         let mut of_turn =
             self.outboxes.iter().filter(|((_, channel), _)| channel.collective == collective);
@@ -136,17 +136,17 @@ impl Messenger {
         Ok(())
     }
 
-    /// Number of transfers of a channel that are not completely sent.
+    /// Returns the number of transfers of a channel that are not completely sent.
     pub(in crate::world) fn outstanding(&self, to: usize, channel: Channel) -> usize {
         self.outboxes.get(&(to, channel)).map_or(0, Outbox::len)
     }
 
-    /// Whether this rank's own device still computes the next transfer of a channel.
+    /// Returns whether this rank's own device still computes the next transfer of a channel.
     pub(in crate::world) fn is_computing(&self, to: usize, channel: Channel) -> bool {
         self.outboxes.get(&(to, channel)).is_some_and(Outbox::is_waiting)
     }
 
-    /// Whether devices are about to fill host memory that is to be sent.
+    /// Returns whether devices still copy data to host memory that are to be sent.
     pub(in crate::world) fn expects_a_device(&self) -> bool {
         self.outboxes.values().any(Outbox::is_waiting) || self.rings.values().any(Ring::is_waiting)
     }
