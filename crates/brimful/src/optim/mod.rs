@@ -54,7 +54,7 @@ pub use ema::Ema;
 pub use error::OptimError;
 pub use format::StateFormat;
 pub use method::Method;
-pub use muon::{AdjustedRate, Muon};
+pub use muon::Muon;
 pub use no_decay::NO_DECAY_GROUP;
 pub(crate) use number_options::check_rate;
 pub(crate) use offloaded::OffloadedParameter;

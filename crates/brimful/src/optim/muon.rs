@@ -32,13 +32,11 @@ pub struct Muon {
 /// Adjustment of [`Muon`]'s learning rate to the shape of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum AdjustedRate {
+enum AdjustedRate {
     /// Multiplied by √max(1, rows / columns).
     #[default]
     Original,
-    /// Multiplied by 0.2 · √max(rows, columns): a step is as large as one of AdamW, so learning rate and weight decay
-    /// can be AdamW's.
+    /// Multiplied by 0.2 · √max(rows, columns).
     MatchRmsAdamw,
 }
 
@@ -84,8 +82,12 @@ impl Muon {
         Self { eps, ..self }
     }
 
-    /// Sets how the learning rate depends on a matrix's shape.
-    pub fn adjusted_rate(self, adjusted_rate: AdjustedRate) -> Self {
+    /// Sets whether the learning rate is multiplied by 0.2 · √max(rows, columns) of a matrix, so that a step is as
+    /// large as one of AdamW, and learning rate and weight decay can be AdamW's. The default is
+    /// √max(1, rows / columns).
+    pub fn match_rms_adamw(self, matches: bool) -> Self {
+        let adjusted_rate =
+            if matches { AdjustedRate::MatchRmsAdamw } else { AdjustedRate::Original };
         Self { adjusted_rate, ..self }
     }
 

@@ -16,8 +16,7 @@ use brimful::Error;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
 use brimful::optim::{
-    Adafactor, Adam, AdamW, AdjustedRate, Ema, Method, Muon, Optimizer, Sgd, StateFormat,
-    clip_gradient_norm,
+    Adafactor, Adam, AdamW, Ema, Method, Muon, Optimizer, Sgd, StateFormat, clip_gradient_norm,
 };
 use brimful::save;
 use brimful::save::Metadata;
@@ -527,7 +526,7 @@ fn adafactor_and_muon_are_torchs() {
         ("adafactor_eps", Adafactor::new(0.5).beta2_decay(-0.5).eps(0.1, 0.5).into()),
         ("muon", muon.into()),
         ("muon_plain", muon.nesterov(false).momentum(0.8).weight_decay(0.0).into()),
-        ("muon_rms", muon.adjusted_rate(AdjustedRate::MatchRmsAdamw).into()),
+        ("muon_rms", muon.match_rms_adamw(true).into()),
         ("muon_steps", muon.iteration(3, [2.0, -1.5, 0.5]).eps(0.5).into()),
     ];
     for (case, method) in cases {

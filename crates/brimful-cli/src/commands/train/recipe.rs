@@ -1,9 +1,7 @@
 //! Updates of the parameters: the optimizer, its learning rate, and changes to gradients and weights.
 
 use anyhow::Result;
-use brimful::optim::{
-    Adafactor, Adam, AdamW, AdjustedRate, Method, Muon, RateCurve, Sgd, StateFormat,
-};
+use brimful::optim::{Adafactor, Adam, AdamW, Method, Muon, RateCurve, Sgd, StateFormat};
 use clap::{Args, ValueEnum};
 
 use crate::exit::ensure_use;
@@ -156,7 +154,7 @@ impl Recipe {
             }
             // Muon's steps are scaled to the size of AdamW's, so both have the same default learning rate.
             OptimizerName::Muon => Muon::new(rate(of_adam))
-                .adjusted_rate(AdjustedRate::MatchRmsAdamw)
+                .match_rms_adamw(true)
                 .weight_decay(decay(0.1))
                 .state_format(format)
                 .into(),
