@@ -169,6 +169,7 @@ mod tests {
         let profile = Profile { input_bytes: 0, layers: vec![layer] };
         let mut request = Request::new(&profile, vec![PlanDevice::default()], 16);
         request.host_memory = Some(5_000_000_000);
+        request.host_link = HostLinkCost::equal(1e9);
         let capacity = Capacity::of(&request, 4, None).expect("a host");
         assert_eq!(capacity.hidden_from_samples, None);
         assert!(capacity.text().contains("never hidden"), "{}", capacity.text());
