@@ -8,9 +8,9 @@ MIRI_OOM_TESTS ?= -p brimful --lib -- oom::tests::each oom::tests::cuda oom::tes
 MPI := $(shell command -v mpicc >/dev/null && command -v mpirun >/dev/null && echo --features mpi)
 WITHOUT_MPI := skipped: what needs MPI, which is not installed (make mpi installs it)
 
-CHECKS := format typos clippy test own-crate setup-test docs package licences miri
+CHECKS := format typos clippy test-all own-crate setup-test docs package licences miri
 
-.PHONY: help demo test fuzz check bench bench-peers mpi chromium transformers clean rust libtorch $(CHECKS)
+.PHONY: help demo test test-all fuzz check bench bench-peers mpi chromium transformers clean rust libtorch $(CHECKS)
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -19,8 +19,11 @@ help: ## list these targets
 demo: libtorch ## show what brimful does, in a minute
 	@cargo run -p brimful-cli -- demo
 
-test: libtorch ## run all tests
+test: libtorch ## run the tests
 	scripts/test $(MPI)
+
+test-all: libtorch ## run all tests: long ones too, and those in a browser, beside transformers and over two hosts
+	scripts/test --all $(MPI)
 	@$(if $(MPI),scripts/test-two-hosts,echo "$(WITHOUT_MPI)")
 
 fuzz: export OMP_NUM_THREADS := 1
@@ -76,7 +79,7 @@ format: rust
 clippy: rust
 	cargo clippy --workspace --all-targets --features doc-only $(MPI) -- -D warnings
 
-# Builds a crate elsewhere as the guide says; after `test`, which compiles most of it.
+# Builds a crate elsewhere as the guide says; after `test-all`, which compiles most of it.
 own-crate: libtorch
 	scripts/test-own-crate
 
