@@ -5,7 +5,7 @@ use brimful_torch::random::{
 };
 use tch::{Device, Kind, Tensor};
 
-use crate::{Error, Result};
+use crate::Result;
 
 /// States of the generators of a device and of the CPU.
 #[derive(Debug, Default, PartialEq)]
@@ -102,26 +102,42 @@ pub(crate) fn with_step_seed<T>(
     devices: Vec<Device>,
     f: impl FnOnce(Result<u64>) -> Result<T>,
 ) -> Result<T> {
-    with_seed(devices, true, f)
+    let drawn = SeedDraw::new(devices);
+    let result = f(drawn.seed.clone());
+    drawn.end(true, result)
 }
 
-/// Runs `f` with a seed. Without training the draw is undone, so that evaluations do not change the training
-/// that follows.
-pub(crate) fn with_seed<T>(
-    devices: Vec<Device>,
-    training: bool,
-    f: impl FnOnce(Result<u64>) -> Result<T>,
-) -> Result<T> {
-    let noted = of_accelerators(devices).and_then(|own| Ok((own, Randomness::now(Device::Cpu)?)));
-    let seed = noted.as_ref().map_err(Error::clone).and_then(|_| step_seed());
-    let result = f(seed);
-    let (own, before) = noted?;
-    own.restore()?;
-    // The seed itself is drawn from the user's generator: a failed step restores it.
-    if !training || result.is_err() {
-        before.restore()?;
+/// Seed drawn for a step, and the states of the generators before.
+#[derive(Debug)]
+pub(crate) struct SeedDraw {
+    /// Seed, or the error of drawing it, which can be reported to other ranks.
+    pub(crate) seed: Result<u64>,
+    /// States of the accelerators' generators and of the CPU's.
+    before: Option<(Randomness, Randomness)>,
+}
+
+impl SeedDraw {
+    /// Draws a seed for a step that seeds the generators of these devices.
+    pub(crate) fn new(devices: Vec<Device>) -> Self {
+        let noted =
+            of_accelerators(devices).and_then(|own| Ok((own, Randomness::now(Device::Cpu)?)));
+        match noted {
+            Ok(before) => Self { seed: step_seed(), before: Some(before) },
+            Err(error) => Self { seed: Err(error), before: None },
+        }
     }
-    result
+
+    /// Ends the step: restores the accelerators' generators. Undoes the draw if the step has failed, or does not
+    /// train, so that evaluations do not change the training that follows.
+    pub(crate) fn end<T>(self, training: bool, result: Result<T>) -> Result<T> {
+        let Some((own, before)) = self.before else { return result };
+        own.restore()?;
+        // The seed itself is drawn from the user's generator: a failed step restores it.
+        if !training || result.is_err() {
+            before.restore()?;
+        }
+        result
+    }
 }
 
 /// Runs `f`, and restores the accelerators' generators afterwards, because steps seed them.

@@ -2,7 +2,7 @@
 //! next.
 //!
 //! A step in one memory is cut piece by piece ([`SizeWatch::begin`]). A step that runs in several memories
-//! at once, on one device each, has one size ([`SizeWatch::whole`]): the tightest memory decides, and if one
+//! at once, on one device each, has one size ([`SizeWatch::begin_whole`]): the tightest memory decides, and if one
 //! runs out, all take a smaller size.
 
 use std::ops::Range;
@@ -38,6 +38,7 @@ pub(crate) struct SizeWatch {
     /// Lower bound on the units of a micro-batch.
     least: usize,
     piece: Option<Piece>,
+    whole: Option<Whole>,
     /// Whether the first pieces are to be rolled back: see [`SizeWatch::new`].
     rehearses: bool,
 }
@@ -94,6 +95,21 @@ struct Piece {
     alone: bool,
 }
 
+/// Attempt with one size for all samples.
+#[derive(Debug)]
+struct Whole {
+    /// Longest part of this rank.
+    part: Samples,
+    trial: SizeTrial,
+    /// Size that this rank would take.
+    own: usize,
+    /// Units of the largest micro-batch.
+    largest: usize,
+    /// True if there is one micro-batch.
+    alone: bool,
+    start: Instant,
+}
+
 impl SizeWatch {
     /// Begins an attempt in these memories; the number beside each is its bytes that are reserved for later. A
     /// rehearsal (`rehearses`) ends with [`Error::Rehearsed`] as soon as a better first size is known.
@@ -112,6 +128,7 @@ impl SizeWatch {
             peak: before.map_or(Bytes(0), |before| before.current),
             least: 1,
             piece: None,
+            whole: None,
             rehearses,
         })
     }
@@ -181,48 +198,58 @@ impl SizeWatch {
         Ok(())
     }
 
-    /// Runs one attempt with one size for all samples. `agree` receives this rank's size and returns the size of
-    /// all ranks. No micro-batch of any rank has less than `least`. `run` runs the attempt with the agreed size,
-    /// and also returns the memories' peaks.
-    pub(crate) fn whole<T>(
-        &mut self,
-        samples: &Samples,
-        least: usize,
-        agree: impl FnOnce(usize) -> Result<usize>,
-        run: impl FnOnce(usize) -> Result<(T, Peaks)>,
-    ) -> Result<T> {
-        let free_memories = self.free_memories();
-        let units = samples.units();
+    /// Begins an attempt with one size for all samples of a part, the longest of this rank's. Returns this rank's
+    /// size, of which all ranks take the least. No micro-batch of any rank has less than `least`.
+    pub(crate) fn begin_whole(&mut self, part: Samples, least: usize) -> usize {
         // The least of all ranks, because all must give up in the same attempt: when the smallest size has
         // failed twice.
         self.least = least;
-        let mut trial = self.sizer.next_whole(&free_memories, units.max(1));
-        let own = trial.size.max(self.least);
-        trial.size = agree(own)?;
-        // Users are to see that other ranks limited the size, not this rank's memory.
-        if trial.size < own {
-            trial.why = Why::Others;
-            self.sizer.policy.overruled(trial.size, tightest(&free_memories));
-        }
-        let ranges = match samples.count() {
-            0 => split::by_size(1, trial.size)?,
-            _ => samples.by_units(trial.size)?,
-        };
-        let largest = ranges.iter().map(|range| samples.units_of(range)).max().unwrap_or(1);
-        self.decisions.push(self.sizer.decision(&trial, &ranges, &free_memories));
+        let trial = self.sizer.next_whole(&self.free_memories(), part.units().max(1));
+        let own = trial.size.max(least);
         let start = Instant::now();
-        let (value, peaks) = run(trial.size)?;
-        // An empty part has nothing to measure.
-        if units > 0 {
-            let reported = peaks.into_iter().chain(std::iter::repeat(None));
-            let needs =
-                self.memories.iter().zip(reported).map(|(watched, peak)| watched.need(peak));
-            let needs = needs.collect::<Result<Vec<_>>>()?;
-            let size = if samples.lengths().is_some() { largest } else { trial.size };
-            self.learn_needs(size, &needs, ranges.len() == 1);
-            self.sizer.observe_rate(trial.size, units as f64 / start.elapsed().as_secs_f64());
+        self.whole = Some(Whole { part, trial, own, largest: 1, alone: true, start });
+        own
+    }
+
+    /// Takes the size on which all ranks agree, and starts to measure.
+    pub(crate) fn agreed(&mut self, size: usize) -> Result<()> {
+        let free_memories = self.free_memories();
+        let Self { whole: Some(whole), sizer, .. } = self else { return Ok(()) };
+        whole.trial.size = size;
+        // Users are to see that other ranks limited the size, not this rank's memory.
+        if size < whole.own {
+            whole.trial.why = Why::Others;
+            sizer.policy.overruled(size, tightest(&free_memories));
         }
-        Ok(value)
+        let ranges = match whole.part.count() {
+            0 => split::by_size(1, size)?,
+            _ => whole.part.by_units(size)?,
+        };
+        let units = ranges.iter().map(|range| whole.part.units_of(range));
+        whole.largest = units.max().unwrap_or(1);
+        whole.alone = ranges.len() == 1;
+        self.decisions.push(sizer.decision(&whole.trial, &ranges, &free_memories));
+        whole.start = Instant::now();
+        Ok(())
+    }
+
+    /// Learns the needs and the rate of an attempt with one size; `peaks` are those that the engine knows.
+    pub(crate) fn end_whole(&mut self, peaks: Peaks) -> Result<()> {
+        let Some(Whole { part, trial, largest, alone, start, .. }) = self.whole.take() else {
+            return Ok(());
+        };
+        let seconds = start.elapsed().as_secs_f64();
+        // An empty part has nothing to measure.
+        if part.units() == 0 {
+            return Ok(());
+        }
+        let reported = peaks.into_iter().chain(std::iter::repeat(None));
+        let needs = self.memories.iter().zip(reported).map(|(watched, peak)| watched.need(peak));
+        let needs = needs.collect::<Result<Vec<_>>>()?;
+        let size = if part.lengths().is_some() { largest } else { trial.size };
+        self.learn_needs(size, &needs, alone);
+        self.sizer.observe_rate(trial.size, part.units() as f64 / seconds);
+        Ok(())
     }
 
     fn learn_needs(&mut self, size: usize, needs: &[u64], alone: bool) {

@@ -64,12 +64,12 @@ pub(crate) use vote::{Exchange, PartReport, Team, Whole};
 pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
 
 use crate::auto::SizeLog;
-use crate::random::{Randomness, with_seed};
+use crate::random::{Randomness, SeedDraw};
 use crate::{Error, Result};
 use attempt::commit_or_undo;
 use engine::Window;
 use handshake::OwnPart;
-use sizing::{ToCut, until_it_fits};
+use sizing::AttemptSizes;
 
 /// One attempt at a mini-batch, as its engine receives it.
 pub(crate) struct AttemptContext<'a> {
@@ -202,53 +202,69 @@ fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
     checked
 }
 
-/// Opens a step and lets the engine try one size after the other, until `end` accepts an attempt. Returns its
-/// result, the step's seed, and the log of sizes.
+/// Runs a mini-batch at one size after the other, until `end` accepts an attempt. Returns its result, the step's
+/// seed, and the log of sizes.
 fn until_done<E: Engine, O, T>(
     engine: &mut E,
     team: &Team,
     request: StepRequest,
-    mut run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
-    mut end: impl FnMut(&mut E, E::Attempt, O, &Exchange, Instant) -> Result<T>,
+    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
+    end: impl FnMut(&mut E, E::Attempt, O, &Exchange, Instant) -> Result<T>,
 ) -> Result<(T, Option<u64>, SizeLog)> {
     let start = Instant::now();
+    let training = request.kind.is_training();
     // A closure's panic is an error until everything is rolled back and reported: if it unwound from here,
     // other ranks would wait for a vote that never comes.
     let mut parked = ParkedPanic::default();
-    let done = seeded(engine, team, request.kind.is_training(), |engine, seed| {
-        let handshake = open(engine, team, request, seed)?;
-        let to_cut = ToCut { samples: handshake.own(), least: handshake.least() };
-        let (value, log) = until_it_fits(engine, &handshake.kind, &to_cut, team, |engine, cut| {
-            // Each attempt has channels of its own, so that it never reads messages which a failed one left in
-            // flight.
-            let exchange = team.exchange()?;
-            let context = AttemptContext { cut, handshake: &handshake, exchange: &exchange };
-            let ended = match run_attempt(engine, context) {
-                Ok((attempt, outputs)) => {
-                    // Read before `end`, which may consume the attempt.
-                    let lesson = attempt.lesson();
-                    end(engine, attempt, outputs, &exchange, start).map(|value| (value, lesson))
-                }
-                Err(failed) => Err(exchange.report_failure(parked.park(failed), start)),
-            };
-            ended.map_err(|error| engine.failed(error))
-        })?;
-        Ok((value, handshake.seed(), log))
+    let drawn = match engine.seeding(team) {
+        Seeding::Plain => None,
+        Seeding::Step(devices) => Some(SeedDraw::new(devices)),
+    };
+    let seed = drawn.as_ref().map(|drawn| drawn.seed.clone()).transpose();
+    let done = open(engine, team, request, seed).and_then(|handshake| {
+        run_attempts(engine, team, &handshake, start, &mut parked, run_attempt, end)
     });
+    let done = match drawn {
+        Some(drawn) => drawn.end(training, done),
+        None => done,
+    };
     parked.resume();
     done
 }
 
-/// Runs `f` with the step's seed, if it has one.
-fn seeded<E: Engine, T>(
+/// Runs attempts until one is accepted.
+fn run_attempts<E: Engine, O, T>(
     engine: &mut E,
     team: &Team,
-    training: bool,
-    f: impl FnOnce(&mut E, Result<Option<u64>>) -> Result<T>,
-) -> Result<T> {
-    match engine.seeding(team) {
-        Seeding::Plain => f(engine, Ok(None)),
-        Seeding::Step(devices) => with_seed(devices, training, |seed| f(engine, seed.map(Some))),
+    handshake: &Handshake,
+    start: Instant,
+    parked: &mut ParkedPanic,
+    mut run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
+    mut end: impl FnMut(&mut E, E::Attempt, O, &Exchange, Instant) -> Result<T>,
+) -> Result<(T, Option<u64>, SizeLog)> {
+    let mut sizes = AttemptSizes::new(engine, handshake, team);
+    loop {
+        let mut cut = sizes.next(engine)?;
+        // Each attempt has channels of its own, so that it never reads messages that a failed one left in flight.
+        let ended = match team.exchange() {
+            Ok(exchange) => {
+                let context = AttemptContext { cut: &mut cut, handshake, exchange: &exchange };
+                match run_attempt(engine, context) {
+                    Ok((attempt, outputs)) => {
+                        // Read before `end`, which may consume the attempt.
+                        let lesson = attempt.lesson();
+                        let value = end(engine, attempt, outputs, &exchange, start);
+                        value.map(|value| (value, lesson))
+                    }
+                    Err(failed) => Err(exchange.report_failure(parked.park(failed), start)),
+                }
+            }
+            Err(error) => Err(error),
+        };
+        let ended = ended.map_err(|error| engine.failed(error));
+        if let Some(value) = sizes.end(engine, cut, ended)? {
+            return Ok((value, handshake.seed(), sizes.log));
+        }
     }
 }
 

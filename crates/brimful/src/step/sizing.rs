@@ -1,10 +1,11 @@
-//! The loop over sizes: runs a mini-batch at its size. An automatic size reruns it in smaller micro-batches
-//! where memory runs out.
+//! Sizes of a step's attempts: the one that the user gave, or an automatic one, which gets smaller if memory runs
+//! out.
 
 use std::time::Duration;
 
 use super::cut::Cut;
 use super::engine::Engine;
+use super::handshake::Handshake;
 use super::lesson::Lesson;
 use super::micro_batches::MicroBatches;
 use super::vote::Team;
@@ -13,73 +14,143 @@ use crate::batch::Samples;
 use crate::{Error, Result, memory};
 use brimful_plan::bytes::Bytes;
 
-/// Samples that an automatic size cuts.
+/// Sizes of the attempts at one mini-batch, one after the other, until one fits into memory on all devices of all
+/// ranks in the team.
 #[derive(Debug)]
-pub(super) struct ToCut<'a> {
-    pub(super) samples: &'a Samples,
-    /// Smallest possible micro-batch, over all ranks.
-    pub(super) least: usize,
-}
-
-/// Runs a mini-batch: calls `run`, which also returns measurements for the size policy, until it fits into
-/// memory on all devices of all ranks in the team.
-pub(super) fn until_it_fits<E: Engine, T>(
-    engine: &mut E,
-    kind: &Kind,
-    to_cut: &ToCut<'_>,
-    team: &Team,
-    mut run: impl FnMut(&mut E, &mut Cut) -> Result<(T, Lesson)>,
-) -> Result<(T, SizeLog)> {
-    let size = engine.state().size;
-    if !size.is_automatic() {
-        return run_given(engine, size, to_cut, team, run);
-    }
-    // Ranks agree on a size once per attempt: if each chose piece by piece, every piece would need a
-    // collective.
-    let in_pieces = team.is_alone() && engine.runs_in_pieces(kind);
-    let mut log = SizeLog::default();
-    let mut ready = Ok(());
-    loop {
-        let (ran, watch) = if in_pieces {
-            let watch = ready.and_then(|()| watch(engine, kind, in_pieces))?;
-            let mut cut = Cut::watched(to_cut.samples.clone(), size, watch);
-            let ran = run(engine, &mut cut);
-            (ran, cut.into_watch().expect("it was given one"))
-        } else {
-            run_whole(engine, kind, to_cut, team, ready, &mut log, &mut run)?
-        };
-        let ran_out = matches!(&ran, Err(error) if error.out_of_memory().is_some());
-        ready = match learn(engine, kind, watch, ran, &mut log) {
-            Ok(Some(value)) => return Ok((value, log)),
-            Ok(None) => Ok(()),
-            // Other ranks may be about to rerun: they get this error first.
-            Err(error) if ran_out => Err(error),
-            Err(error) => return Err(error),
-        };
-    }
-}
-
-/// Runs a size that the user has given. If memory runs out and the engine can free some, runs it once more.
-fn run_given<E: Engine, T>(
-    engine: &mut E,
+pub(super) struct AttemptSizes<'a> {
     size: MicroBatches,
-    to_cut: &ToCut<'_>,
-    team: &Team,
-    mut run: impl FnMut(&mut E, &mut Cut) -> Result<(T, Lesson)>,
-) -> Result<(T, SizeLog)> {
-    let mut attempt = |engine: &mut E| run(engine, &mut Cut::given(to_cut.samples.clone(), size)?);
-    let error = match attempt(engine) {
-        Ok((value, _)) => return Ok((value, SizeLog::default())),
-        Err(error) => error,
-    };
-    // Not over ranks, which would have to agree on it. An error of `free_memory` is ignored, because the first
-    // error is the one to report.
-    let again = error.out_of_memory().is_some() && team.is_alone();
-    if !again || !engine.free_memory().unwrap_or(false) {
-        return Err(error);
+    samples: &'a Samples,
+    /// Smallest possible micro-batch, over all ranks.
+    least: usize,
+    kind: &'a Kind,
+    team: &'a Team,
+    way: Way,
+    /// True if the given size has failed and runs again.
+    is_rerun: bool,
+    /// Measurements of the running attempt, if all ranks agreed on its size.
+    watch: Option<SizeWatch>,
+    /// Error of this rank that the others do not know yet.
+    failed: Option<Error>,
+    pub(super) log: SizeLog,
+}
+
+/// Way in which sizes are found.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    /// The user has given the size.
+    Given,
+    /// Each piece of the mini-batch decides on the size of the next.
+    Pieces,
+    /// Ranks agree on a size for the whole mini-batch: if each chose piece by piece, every piece would need a
+    /// collective.
+    Whole,
+}
+
+impl<'a> AttemptSizes<'a> {
+    pub(super) fn new<E: Engine>(engine: &mut E, handshake: &'a Handshake, team: &'a Team) -> Self {
+        let (size, kind) = (engine.state().size, &handshake.kind);
+        let way = match size.is_automatic() {
+            false => Way::Given,
+            true if team.is_alone() && engine.runs_in_pieces(kind) => Way::Pieces,
+            true => Way::Whole,
+        };
+        let (samples, least) = (handshake.own(), handshake.least());
+        let (is_rerun, watch, failed, log) = (false, None, None, SizeLog::default());
+        Self { size, samples, least, kind, team, way, is_rerun, watch, failed, log }
     }
-    tracing::info!("{error}: retrying with all activations offloaded");
-    Ok((attempt(engine)?.0, SizeLog::of_retry()))
+
+    /// Returns the cut of the next attempt.
+    pub(super) fn next<E: Engine>(&mut self, engine: &mut E) -> Result<Cut> {
+        let samples = self.samples.clone();
+        match self.way {
+            Way::Given => Cut::given(samples, self.size),
+            Way::Pieces => Ok(Cut::watched(samples, self.size, watch(engine, self.kind, true)?)),
+            Way::Whole => self.agreed(engine),
+        }
+    }
+
+    /// Cuts by a size that all ranks agree on. An error that keeps this rank from it becomes every rank's error.
+    fn agreed<E: Engine>(&mut self, engine: &mut E) -> Result<Cut> {
+        let planned = self.failed.take().map_or(Ok(()), Err).and_then(|()| {
+            Ok((engine.largest_part(self.samples)?, watch(engine, self.kind, false)?))
+        });
+        let (part, mut watch) = match planned {
+            Ok(planned) => planned,
+            Err(error) => {
+                // The other ranks wait for this rank's size. A rank with an error of its own returns that one.
+                let _ = share_size(self.team, Err(error.clone()));
+                return Err(error);
+            }
+        };
+        // A rank without samples proposes no size, but takes part in the exchange.
+        let has_samples = self.samples.count() > 0;
+        let own = watch.begin_whole(part, self.least);
+        let size = match share_size(self.team, Ok(has_samples.then_some(own))) {
+            Ok(size) => size.unwrap_or(own),
+            // Not an attempt, even if memory has run out: the rank that reported this has returned.
+            Err(error) => {
+                engine.state().sizes.put(self.kind.clone(), watch.ended(&mut self.log));
+                return Err(error);
+            }
+        };
+        let cut = watch.agreed(size).and_then(|()| {
+            Cut::given(self.samples.clone(), MicroBatches::of_units(self.samples, size))
+        });
+        match cut {
+            Ok(_) => self.watch = Some(watch),
+            Err(_) => engine.state().sizes.put(self.kind.clone(), watch.given_up(&mut self.log)),
+        }
+        cut
+    }
+
+    /// Learns from an attempt. Returns its value, or `None` for another attempt.
+    pub(super) fn end<E: Engine, T>(
+        &mut self,
+        engine: &mut E,
+        cut: Cut,
+        mut ended: Result<(T, Lesson)>,
+    ) -> Result<Option<T>> {
+        if matches!(self.way, Way::Given) {
+            return self.end_given(engine, ended);
+        }
+        let watch = cut.into_watch().or(self.watch.take());
+        let mut watch = watch.expect("an automatic size is watched");
+        if let Ok((_, lesson)) = &mut ended
+            && let Err(error) = watch.end_whole(std::mem::take(&mut lesson.peaks))
+        {
+            ended = Err(error);
+        }
+        let ran_out = matches!(&ended, Err(error) if error.out_of_memory().is_some());
+        match learn(engine, self.kind, watch, ended, &mut self.log) {
+            // Other ranks may be about to rerun: they get this error first.
+            Err(error) if ran_out && matches!(self.way, Way::Whole) => {
+                self.failed = Some(error);
+                Ok(None)
+            }
+            learnt => learnt,
+        }
+    }
+
+    /// Returns the value; reruns the given size once if the engine can free memory.
+    fn end_given<E: Engine, T>(
+        &mut self,
+        engine: &mut E,
+        ended: Result<(T, Lesson)>,
+    ) -> Result<Option<T>> {
+        let error = match ended {
+            Ok((value, _)) => return Ok(Some(value)),
+            Err(error) => error,
+        };
+        // Over ranks all would have to agree on it.
+        let may_rerun = !self.is_rerun && error.out_of_memory().is_some() && self.team.is_alone();
+        if !may_rerun || !engine.free_memory().unwrap_or(false) {
+            return Err(error);
+        }
+        tracing::info!("{error}: retrying with all activations offloaded");
+        self.is_rerun = true;
+        self.log = SizeLog::of_retry();
+        Ok(None)
+    }
 }
 
 /// Returns the size policy for this attempt, with the measurements of earlier mini-batches of this kind.
@@ -122,56 +193,6 @@ fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
         memory,
         goal: format!("{:?}", engine.state().size),
     })
-}
-
-/// Runs one attempt at a size that all ranks agree on. An error that keeps this rank from it becomes every
-/// rank's error.
-fn run_whole<E: Engine, T>(
-    engine: &mut E,
-    kind: &Kind,
-    to_cut: &ToCut<'_>,
-    team: &Team,
-    ready: Result<()>,
-    log: &mut SizeLog,
-    run: &mut impl FnMut(&mut E, &mut Cut) -> Result<(T, Lesson)>,
-) -> Result<(Result<(T, Lesson)>, SizeWatch)> {
-    let planned = ready
-        .and_then(|()| Ok((engine.largest_part(to_cut.samples)?, watch(engine, kind, false)?)));
-    let (part, mut watch) = match planned {
-        Ok(planned) => planned,
-        Err(error) => {
-            // The other ranks wait for this rank's size. A rank with an error of its own returns that one.
-            let _ = share_size(team, Err(error.clone()));
-            return Err(error);
-        }
-    };
-    // A rank without samples proposes no size, but takes part in the exchange.
-    let has_samples = to_cut.samples.count() > 0;
-    let mut refused = None;
-    let ran = watch.whole(
-        &part,
-        to_cut.least,
-        |own| {
-            let shared = share_size(team, Ok(has_samples.then_some(own)));
-            shared
-                .map(|size| size.unwrap_or(own))
-                .inspect_err(|error| refused = Some(error.clone()))
-        },
-        |size| {
-            let size = MicroBatches::of_units(to_cut.samples, size);
-            let (value, mut lesson) = run(engine, &mut Cut::given(to_cut.samples.clone(), size)?)?;
-            let peaks = std::mem::take(&mut lesson.peaks);
-            Ok(((value, lesson), peaks))
-        },
-    );
-    match refused {
-        // Not an attempt, even if memory has run out: the rank that reported this has returned.
-        Some(error) => {
-            engine.state().sizes.put(kind.clone(), watch.ended(log));
-            Err(error)
-        }
-        None => Ok((ran, watch)),
-    }
 }
 
 /// Returns the smallest size that any rank with samples proposes.

@@ -44,6 +44,7 @@ mod support;
 mod torch_script;
 mod transformer_layers;
 mod transparency;
+mod walk_of_a_step;
 mod weight_decay;
 #[cfg(feature = "mpi")]
 mod world;
