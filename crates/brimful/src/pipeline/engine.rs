@@ -365,7 +365,7 @@ impl Pipeline {
         let workers = self.workers();
         if attempt.waits {
             // A commit adds to gradients in place, and waiting updates still need theirs.
-            workers.all(Worker::finish_updates)?;
+            workers.all(Worker::offload_all)?;
         }
         if std::mem::take(&mut attempt.waits) {
             workers.all(|worker| {

@@ -78,7 +78,7 @@ pub enum TransferKind {
     /// Fetches a stage's weights from the host into a free device buffer.
     Fetch,
     /// Fetches the optimizer's state of a stage that is about to be updated, and its gradients if these are on the
-    /// host.
+    /// host. The state of a step's last stages comes ahead, for the next step.
     FetchState,
     /// Copies a stage's input back to the device, for its forward or its recompute.
     BoundaryIn,

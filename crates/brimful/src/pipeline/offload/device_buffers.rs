@@ -12,7 +12,7 @@ use crate::{Error, Result};
 pub(crate) struct DeviceBuffers {
     device: Device,
     pub(super) count: usize,
-    bytes: usize,
+    pub(super) bytes: usize,
     /// Allocated at the first fetch; those for state when a step with updates begins.
     buffers: Vec<DeviceBuffer>,
     inward: Stream,
@@ -76,9 +76,28 @@ impl DeviceBuffers {
         Ok(())
     }
 
+    /// Copies more into the stage's buffer: `copy` queues the copies on the stream that fills it.
+    pub(super) fn add(
+        &mut self,
+        at: usize,
+        copy: impl FnOnce(&Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let buffer = self.buffers.iter_mut().find(|buffer| buffer.holds == Some(at));
+        let buffer = buffer.expect("only a stage in a buffer is added to");
+        let _inward = self.inward.enter()?;
+        copy(&buffer.bytes)?;
+        buffer.arrived = Some(Event::after(self.inward)?);
+        Ok(())
+    }
+
+    /// Returns whether a buffer is free, or can be made.
+    pub(super) fn is_free(&self) -> bool {
+        self.buffers.is_empty() || self.buffers.iter().any(|buffer| buffer.holds.is_none())
+    }
+
     /// Returns whether a buffer can be filled ahead of its use, while another one is in use.
     pub(super) fn can_fill_ahead(&self) -> bool {
-        self.buffers.len() > 1 && self.buffers.iter().any(|buffer| buffer.holds.is_none())
+        self.buffers.len() > 1 && self.is_free()
     }
 
     /// Makes the buffers at least this large; none may be in use. If the device has too little memory for

@@ -15,6 +15,10 @@
 //! A parameter is one tensor for layers, optimizer and files, and so is each tensor of its state. Its storage is the
 //! host buffer's. While its stage is on the device, its storage is the device buffer's, and a step uses it like any
 //! other parameter. Between steps, and after one that failed, every offloaded tensor is on the host.
+//!
+//! A step begins with the stages that the last one ended with. So their copies stay in the buffers until then: the
+//! weights of the last stage, and where updates wait, the state of as many stages as there are buffers. A copy whose
+//! tensors have changed on the host since is fetched again.
 
 mod device_buffers;
 mod speed;
@@ -32,7 +36,7 @@ use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
-use crate::batch::tensor_bytes;
+use crate::batch::{Versions, tensor_bytes};
 use crate::optim::{OffloadedParameter, Optimizer, OptimizerPlan};
 use crate::pipeline::transfers::{HostStaging, TransferClock};
 use brimful_plan::schedule::{Awaited, StageId, Transfer, TransferKind};
@@ -57,6 +61,15 @@ impl Default for OffloadSettings {
     }
 }
 
+/// What a fetched stage does before its weights are released.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Visit {
+    /// Completes its gradients.
+    pub(crate) completes: bool,
+    /// Is among the last stages, as many as there are buffers.
+    pub(crate) ends_step: bool,
+}
+
 /// Offloaded stages of a worker.
 #[derive(Debug)]
 pub(crate) struct OffloadedStages {
@@ -68,6 +81,10 @@ pub(crate) struct OffloadedStages {
     states: DeviceBuffers,
     /// Stage whose parameters point to its device buffer.
     current: Option<usize>,
+    /// Stage whose weights the last step left in a device buffer, and the versions of the host's.
+    weights_left: Option<(usize, Versions)>,
+    /// Stages whose state the last step fetched for the next one, and the versions of the host's.
+    states_left: BTreeMap<usize, Versions>,
     /// Device-to-host staging for gradients and boundaries.
     pub(crate) outward: HostStaging,
     /// Stream that takes updated stages to the host. Boundaries, which are wanted sooner, do not queue behind them.
@@ -117,6 +134,8 @@ impl OffloadedStages {
             weights: DeviceBuffers::new(memory.device, device_buffers, largest)?,
             states: DeviceBuffers::new(memory.device, device_buffers, 1)?,
             current: None,
+            weights_left: None,
+            states_left: BTreeMap::new(),
             outward: HostStaging::new(memory.device, memory.arena.clone())?,
             homeward: Stream::new(memory.device)?,
             places: Vec::new(),
@@ -178,6 +197,12 @@ impl OffloadedStages {
             // Only the first replica's optimizer has parameters.
             return Ok(());
         }
+        let lacks = |(at, stage): (usize, &Option<OffloadedStage>)| {
+            stage.as_ref().is_some_and(|stage| !stage.has_state(at, optimizer))
+        };
+        if self.stages.iter().enumerate().any(lacks) {
+            self.drop_states_left()?;
+        }
         let mut largest = 0;
         for (at, stage) in self.stages.iter_mut().enumerate() {
             let Some(stage) = stage else { continue };
@@ -186,16 +211,23 @@ impl OffloadedStages {
                 if self.in_backward { 0 } else { stage.gradient_bytes(self.gradient_kind) };
             largest = largest.max(stage.state_bytes() + gradients);
         }
-        self.states.reserve(largest)
+        self.reserve_states(largest)
+    }
+
+    fn reserve_states(&mut self, bytes: usize) -> Result<()> {
+        if bytes > self.states.bytes {
+            self.drop_states_left()?;
+        }
+        self.states.reserve(bytes)
     }
 
     /// Starts to fetch a stage's weights into a device buffer while the stage before it computes. Fetches its
-    /// optimizer state too if an update waits, or if this residency `completes` its gradients.
+    /// optimizer state too if an update waits, or if this `visit` ends with one.
     pub(crate) fn fetch(
         &mut self,
         at: usize,
         one: Transfer,
-        completes: bool,
+        visit: Visit,
         clock: &mut TransferClock,
     ) -> Result<()> {
         // The owner's waiting update changes a shared parameter, so `enter` fetches this stage after it.
@@ -203,15 +235,34 @@ impl OffloadedStages {
             return Ok(());
         }
         self.bring(at, one, clock)?;
+        let updates = self.waiting.contains_key(&at) || visit.completes && self.updates.is_some();
+        let is_left = visit.completes && visit.ends_step && self.updates.is_none();
+        let is_left = is_left && self.state_fits(at) && !self.states.has(at);
         // Otherwise the update itself brings the state.
-        let is_updated = self.waiting.contains_key(&at) || completes && self.updates.is_some();
-        match is_updated && self.states.can_fill_ahead() {
-            true => self.bring_state(at, one, clock),
-            false => Ok(()),
+        if updates && (self.states_left.contains_key(&at) || self.states.can_fill_ahead()) {
+            self.bring_state(at, one, clock)?;
+        } else if is_left && self.states.can_fill_ahead() {
+            self.bring_state(at, one, clock)?;
+            let versions = self.stages[at].as_ref().map(OffloadedStage::state_versions);
+            self.states_left.extend(versions.map(|versions| (at, versions)));
         }
+        Ok(())
     }
 
+    /// Returns whether the device buffers are large enough for the stage's state.
+    fn state_fits(&self, at: usize) -> bool {
+        self.stages[at].as_ref().is_some_and(|stage| stage.state_bytes() <= self.states.bytes)
+    }
+
+    /// Fetches a stage's weights, unless the last step left them in a buffer.
     fn bring(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
+        if let Some((left, versions)) = self.weights_left.take() {
+            let stage = self.stages[at].as_ref().filter(|_| left == at);
+            if stage.is_some_and(|stage| !stage.has_changed(&versions)) {
+                return Ok(());
+            }
+            self.release_weights(left)?;
+        }
         let Some(stage) = &self.stages[at] else { return Ok(()) };
         let owners = self.owners(at).filter_map(|owner| self.stages[owner].as_ref());
         let updated: Vec<Arc<Event>> =
@@ -222,15 +273,40 @@ impl OffloadedStages {
         })
     }
 
+    /// Fetches a stage's state, unless the last step left it in a buffer, and the gradients of an update that waits.
     fn bring_state(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
+        if !self.states_left.contains_key(&at) && !self.states.is_free() {
+            self.drop_states_left()?;
+        }
         let Some(stage) = &self.stages[at] else { return Ok(()) };
         let gradients = self.waiting.get(&at).map(OptimizerPlan::gradients).unwrap_or_default();
         let one = Transfer { kind: TransferKind::FetchState, ..one };
+        if let Some(versions) = self.states_left.remove(&at) {
+            if !stage.has_changed_state(&versions) {
+                return self.states.add(at, |buffer| {
+                    let copy = || stage.copy_gradients_to(buffer, &gradients);
+                    clock.transfer(one, copy, |bytes| *bytes).map(drop)
+                });
+            }
+            self.states.release(at, None)?;
+        }
         self.states.fill(at, |inward, buffer| {
             stage.updated_state.iter().try_for_each(|updated| inward.wait(updated))?;
-            clock.transfer(one, || stage.copy_state_to(buffer, &gradients), |bytes| *bytes)?;
-            Ok(())
+            let copy = || {
+                let state = stage.copy_state_to(buffer)?;
+                Ok(state + stage.copy_gradients_to(buffer, &gradients)?)
+            };
+            clock.transfer(one, copy, |bytes| *bytes).map(drop)
         })
+    }
+
+    /// Frees the buffers of states that the last step left, once their copies are done: their host memory may be freed.
+    fn drop_states_left(&mut self) -> Result<()> {
+        if !self.states_left.is_empty() {
+            self.states.synchronize()?;
+        }
+        let left = std::mem::take(&mut self.states_left);
+        left.into_keys().try_for_each(|at| self.states.release(at, None))
     }
 
     /// Points a stage's parameters to its device buffer, makes this thread's work wait for the weights, and updates
@@ -250,7 +326,8 @@ impl OffloadedStages {
         // fewer stages are on the device than the list assumes, and the list never needs more buffers than
         // there are.
         let mut optimizer = optimizer;
-        if !self.weights.has(at) {
+        let is_left = self.weights_left.as_ref().is_some_and(|(left, _)| *left == at);
+        if is_left || !self.weights.has(at) {
             let owners: Vec<usize> = self.owners(at).collect();
             for owner in owners.into_iter().filter(|owner| *owner != at) {
                 self.finish_one(owner, one, optimizer.as_deref_mut(), clock)?;
@@ -306,7 +383,7 @@ impl OffloadedStages {
         clock: &mut TransferClock,
         step: impl FnOnce(&mut Self, &Tensor) -> Result<()>,
     ) -> Result<()> {
-        if !self.states.has(at) {
+        if self.states_left.contains_key(&at) || !self.states.has(at) {
             self.bring_state(at, one, clock)?;
         }
         let buffer = clock.waiting(Awaited::Update, || self.states.wait(at))?;
@@ -356,16 +433,38 @@ impl OffloadedStages {
         self.weights.generation(at)
     }
 
-    /// Frees a stage's device buffers, once its update has reached the host.
+    /// Frees a stage's device buffers, once its update has reached the host; state for the next step stays.
     pub(crate) fn release(&mut self, at: usize) -> Result<()> {
+        self.point_to_host(at)?;
+        self.release_weights(at)
+    }
+
+    /// Ends the step with this stage, with which the next one begins: leaves its weights in their buffer.
+    pub(crate) fn release_last(&mut self, at: usize) -> Result<()> {
+        self.point_to_host(at)?;
+        match self.stages[at].as_ref().filter(|stage| stage.is_alone() && self.weights.has(at)) {
+            Some(stage) => self.weights_left = Some((at, stage.versions())),
+            None => self.release_weights(at)?,
+        }
+        Ok(())
+    }
+
+    /// Points a stage's parameters back to the host, and frees the buffer of its state unless it is for the next step.
+    fn point_to_host(&mut self, at: usize) -> Result<()> {
         let (Some(stage), Some(buffer)) = (&self.stages[at], self.weights.of(at)) else {
             return Ok(());
         };
         stage.leave(buffer)?;
         self.current = self.current.filter(|current| *current != at);
-        let (weights, state) = (stage.updated_weights.clone(), stage.updated_state.clone());
-        self.states.release(at, state)?;
-        self.weights.release(at, weights)
+        match self.states_left.contains_key(&at) {
+            true => Ok(()),
+            false => self.states.release(at, stage.updated_state.clone()),
+        }
+    }
+
+    fn release_weights(&mut self, at: usize) -> Result<()> {
+        let updated = self.stages[at].as_ref().and_then(|stage| stage.updated_weights.clone());
+        self.weights.release(at, updated)
     }
 
     /// Makes the device buffers for state large enough for these updates of stages.
@@ -373,7 +472,8 @@ impl OffloadedStages {
         let bytes = plans.iter().filter_map(|(at, plan)| {
             Some(self.stages[*at].as_ref()?.state_bytes_with(&plan.gradients()))
         });
-        self.states.reserve(bytes.max().unwrap_or(0))
+        let bytes = bytes.max().unwrap_or(0);
+        self.reserve_states(bytes)
     }
 
     /// Keeps prepared updates of stages until the stages' weights are fetched.
@@ -406,7 +506,7 @@ impl OffloadedStages {
             return Ok(());
         }
         let current = self.current;
-        let done = self.fetch(at, one, false, clock);
+        let done = self.fetch(at, one, Visit::default(), clock);
         let done = done.and_then(|()| self.enter(at, one, optimizer, clock));
         let left = self.release(at);
         self.current = current;
@@ -572,9 +672,18 @@ impl OffloadedStages {
         Some(OffloadedParameter { part, device, arena })
     }
 
+    /// Points every parameter back to the host and frees the device buffers, but for what a step left to the next.
+    pub(crate) fn end_step(&mut self) -> Result<()> {
+        let left = self.weights_left.as_ref().map(|(at, _)| *at);
+        let held = self.weights.held().into_iter().filter(|at| Some(*at) != left);
+        held.collect::<Vec<_>>().into_iter().try_for_each(|at| self.release(at))
+    }
+
     /// Points every parameter back to the host and frees the device buffers, whatever was under way.
     pub(crate) fn offload_all(&mut self) -> Result<()> {
-        self.weights.held().into_iter().try_for_each(|at| self.release(at))
+        self.weights_left = None;
+        self.drop_states_left()?;
+        self.end_step()
     }
 
     /// Drops the gradients that a failed step left.

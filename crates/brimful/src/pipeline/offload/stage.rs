@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::accumulate::Sum;
-use crate::batch::tensor_bytes;
+use crate::batch::{Versions, tensor_bytes};
 use crate::memory::Arena;
 use crate::optim::Optimizer;
 use crate::ranks::summed_in;
@@ -190,6 +190,39 @@ impl OffloadedStage {
         self.guests().filter(|guest| guest.is_trained()).map(|guest| guest.name.as_str())
     }
 
+    /// Returns whether all variables are its own and trained, so that an update leaves the device the host's weights.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.guests().next().is_none() && self.own().all(OffloadedVariable::is_trained)
+    }
+
+    /// Returns the versions of the weights.
+    pub(crate) fn versions(&self) -> Versions {
+        Versions::of(self.tensors())
+    }
+
+    /// Returns whether weights have changed since they had these versions.
+    pub(crate) fn has_changed(&self, versions: &Versions) -> bool {
+        versions.changed(self.tensors()).is_some()
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.variables.iter().map(|variable| &variable.placed.tensor)
+    }
+
+    /// Returns the versions of the optimizer's state.
+    pub(crate) fn state_versions(&self) -> Versions {
+        Versions::of(self.state_tensors())
+    }
+
+    /// Returns whether the optimizer's state has changed since it had these versions.
+    pub(crate) fn has_changed_state(&self, versions: &Versions) -> bool {
+        versions.changed(self.state_tensors()).is_some()
+    }
+
+    fn state_tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.state.iter().flat_map(|state| &state.tensors).map(|placed| &placed.tensor)
+    }
+
     /// Points the variables to the device buffer.
     pub(crate) fn point_to(&self, buffer: &Tensor) -> Result<()> {
         self.variables.iter().try_for_each(|variable| variable.placed.point_to(buffer))
@@ -200,6 +233,13 @@ impl OffloadedStage {
         self.variables.iter().try_for_each(|variable| variable.placed.leave(buffer))
     }
 
+    /// Returns whether all of the optimizer's state of this part is in the stage's host buffer.
+    pub(crate) fn has_state(&self, part: usize, optimizer: &Optimizer) -> bool {
+        let tensors = self.state.iter().flat_map(|state| &state.tensors);
+        let held: HashSet<_> = tensors.map(|placed| placed.on_host.data_ptr()).collect();
+        optimizer.has_states(part, |tensor| held.contains(&tensor.data_ptr()))
+    }
+
     /// Makes the optimizer's state of this part in a host buffer of the stage, unless all of it is there.
     pub(crate) fn hold_state(
         &mut self,
@@ -207,9 +247,7 @@ impl OffloadedStage {
         optimizer: &mut Optimizer,
         memory: &HostMemory,
     ) -> Result<()> {
-        let tensors = self.state.iter().flat_map(|state| &state.tensors);
-        let held: HashSet<_> = tensors.map(|placed| placed.on_host.data_ptr()).collect();
-        if optimizer.has_states(part, |tensor| held.contains(&tensor.data_ptr())) {
+        if self.has_state(part, optimizer) {
             return Ok(());
         }
         // An update in flight still writes to the old buffer.
@@ -254,17 +292,21 @@ impl OffloadedStage {
         self.state_bytes() + bytes.sum::<usize>()
     }
 
-    /// Queues copies of the optimizer's state into the device buffer, on this thread's stream, and of these gradients
-    /// behind it.
-    pub(crate) fn copy_state_to(&self, buffer: &Tensor, gradients: &[Tensor]) -> Result<u64> {
+    /// Queues a copy of the optimizer's state into the device buffer, on this thread's stream.
+    pub(crate) fn copy_state_to(&self, buffer: &Tensor) -> Result<u64> {
         let Some(state) = &self.state else { return Ok(0) };
         let used = state.end as i64;
         let on_host = state.buffer.bytes().f_narrow(0, 0, used)?;
         transfer::copy(&buffer.f_narrow(0, 0, used)?, &on_host)?;
+        Ok(state.end as u64)
+    }
+
+    /// Queues copies of these gradients into the device buffer, behind the state, on this thread's stream.
+    pub(crate) fn copy_gradients_to(&self, buffer: &Tensor, gradients: &[Tensor]) -> Result<u64> {
         for (there, gradient) in self.gradients_in(buffer, gradients)?.iter().zip(gradients) {
             transfer::copy(there, gradient)?;
         }
-        Ok(state.end as u64 + gradients.iter().map(tensor_bytes).sum::<u64>())
+        Ok(gradients.iter().map(tensor_bytes).sum())
     }
 
     /// Returns the places of these gradients behind the state in the device buffer.

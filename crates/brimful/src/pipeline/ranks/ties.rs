@@ -96,7 +96,7 @@ pub(crate) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<b
         return Ok(false);
     }
     let changed = workers.all(|worker| {
-        worker.finish_updates()?;
+        worker.offload_all()?;
         Ok(worker.variables.changed().next().is_some())
     })?;
     Ok(changed.contains(&true))
@@ -110,7 +110,7 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     // Everything that may fail is inside: the others wait for this rank's vote.
     ranks.together("shared variables", |collective| {
         let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
-            worker.finish_updates()?;
+            worker.offload_all()?;
             worker.variables.changed().map(as_sent).collect()
         })?;
         let mut all: Vec<(String, Tensor)> = changed.into_iter().flatten().collect();

@@ -18,7 +18,7 @@ use crate::loss::Term;
 use crate::memory::Memory;
 use crate::oom;
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::offload::OffloadedStages;
+use crate::pipeline::offload::{OffloadedStages, Visit};
 use crate::pipeline::site::{ActivationCache, Boundary, HeldInput, Site};
 use crate::pipeline::transfers::{StageTransfer, Tensors, TransferClock};
 use crate::random::StepRng;
@@ -221,11 +221,24 @@ impl WorkerRun {
         let Some(offloaded) = &mut site.offloaded else { return Ok(()) };
         match one.kind {
             TransferKind::Fetch => {
-                let completes = one.completes_gradients(&self.transfers);
-                offloaded.fetch(at, one, completes, &mut self.transfer_clock)
+                let is_fetch = |one: &&Transfer| one.kind == TransferKind::Fetch;
+                let following = self.transfers.iter().filter(is_fetch).count();
+                let visit = Visit {
+                    completes: one.completes_gradients(&self.transfers),
+                    ends_step: following < offloaded.device_buffers(),
+                };
+                offloaded.fetch(at, one, visit, &mut self.transfer_clock)
             }
             TransferKind::Release => {
-                offloaded.release(at)?;
+                let of_weights = |one: &Transfer| {
+                    matches!(one.kind, TransferKind::Fetch | TransferKind::Release)
+                };
+                // Without an optimizer of ours, others update the weights on the host, unseen.
+                let is_last = !self.transfers.iter().any(of_weights) && site.optimizer.is_some();
+                match is_last && self.accumulator.is_some() {
+                    true => offloaded.release_last(at)?,
+                    false => offloaded.release(at)?,
+                }
                 self.transfer_clock.release(one)
             }
             _ => {

@@ -28,7 +28,7 @@ impl Pipeline {
         let workers = self.workers();
         self.ranks.all_or_none("averages", || {
             workers.all(move |worker| {
-                worker.finish_updates()?;
+                worker.offload_all()?;
                 let owned = worker.variables.owned();
                 let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
                 let offloaded = worker.site.offloaded.as_ref();
@@ -132,7 +132,7 @@ impl PipelineEma {
 
 /// Returns the worker's part of the averages, after the weights' last update.
 fn ema(worker: &mut Worker) -> Result<&mut Ema> {
-    worker.finish_updates()?;
+    worker.offload_all()?;
     Ok(worker.ema.as_mut().expect("it was made on every worker"))
 }
 

@@ -35,7 +35,7 @@ impl Pipeline {
         let make = move |worker: &mut Worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
-            worker.finish_updates()?;
+            worker.offload_all()?;
             let mut optimizer = Optimizer::for_named(named, method)?;
             if let Some(offloaded) = &mut worker.site.offloaded {
                 optimizer.set_offloaded(|name| offloaded.offload_of(name));
@@ -121,7 +121,7 @@ impl PipelineOptimizer {
     /// # Errors
     /// Returns the error of a failed update.
     pub fn wait(&mut self) -> Result<()> {
-        self.workers.lock_outside_step()?.all(Worker::finish_updates).map(drop)
+        self.workers.lock_outside_step()?.all(Worker::offload_all).map(drop)
     }
 
     /// Removes every parameter's gradient.
@@ -147,9 +147,9 @@ impl PipelineOptimizer {
             if let stages @ 1.. = offloaded.map_or(0, OffloadedStages::without_gradients) {
                 return Err(PipelineError::ClippedInBackward { stages }.into());
             }
-            let gradients = gradients(optimizer(worker)?);
+            let gradients = gradients(with_gradients(worker)?);
             let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;
-            let parameters = optimizer(worker)?.parameters().count();
+            let parameters = made(worker).parameters().count();
             Ok((parameters, norm.map(|norm| norm.f_double_value(&[])).transpose()?))
         });
         let norms = self.ranks.of_workers("clip", norms)?;
@@ -159,7 +159,7 @@ impl PipelineOptimizer {
         }
         let norm = norms.iter().filter_map(|(_, norm)| *norm).fold(0.0, f64::hypot);
         let factor = optim::clip_factor(norm, max_norm);
-        let scale = move |worker: &mut Worker| match &*gradients(optimizer(worker)?) {
+        let scale = move |worker: &mut Worker| match &*gradients(with_gradients(worker)?) {
             [] => Ok(()),
             gradients => Ok(foreach::scale(gradients, factor)?),
         };
@@ -213,8 +213,14 @@ impl PipelineOptimizer {
     }
 }
 
-/// Returns the worker's part of the optimizer, after its last update.
+/// Returns the worker's part of the optimizer, after its last update, to read or replace its state.
 pub(crate) fn optimizer(worker: &mut Worker) -> Result<&mut Optimizer> {
+    worker.offload_all()?;
+    Ok(made(worker))
+}
+
+/// Returns the worker's part of the optimizer, after its last update, to read or scale gradients.
+fn with_gradients(worker: &mut Worker) -> Result<&mut Optimizer> {
     worker.finish_updates()?;
     Ok(made(worker))
 }

@@ -122,7 +122,7 @@ impl Pipeline {
         let none = |variables, first| PipelineError::NoSuchVariable { variables, first }.into();
         let chosen = self.ranks.chosen("freeze", &names, which, none)?;
         let set = move |worker: &mut Worker, chosen: Vec<String>| {
-            worker.finish_updates()?;
+            worker.offload_all()?;
             for v in worker.variables.all().filter(|v| v.trainable && chosen.contains(&v.name)) {
                 let _itself = v.tensor.f_set_requires_grad(trained)?;
             }
@@ -147,7 +147,7 @@ fn owned(
     of: fn(&Variable) -> Tensor,
 ) -> Result<Vec<Vec<(String, Tensor)>>> {
     workers.all(move |worker| {
-        worker.finish_updates()?;
+        worker.offload_all()?;
         let owned = worker.variables.owned();
         Ok(owned.map(|v| (v.name.clone(), of(v))).collect())
     })

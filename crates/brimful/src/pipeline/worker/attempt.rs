@@ -101,7 +101,7 @@ impl Worker {
     pub(crate) fn idle(&mut self, idle: Idle) -> Result<WorkerDone, WorkerFailure> {
         let Idle { trains, unit, report_options } = idle;
         self.undo()?;
-        self.finish_updates()?;
+        self.offload_all()?;
         let nothing = (Sums::none(self.site.offloaded.is_some()), Tally::default(), Vec::new());
         // Trained parameters are compared with those of the other pipelines, which train none in an
         // evaluation.
@@ -258,7 +258,7 @@ impl Worker {
     ) -> Result<WorkerRun, WorkerFailure> {
         let result = run.execute(&mut self.site, wanted);
         // Before `run` is dropped, which restores earlier gradients on their parameters' devices.
-        let location = self.offload_all(&mut run, result.is_ok());
+        let location = self.end_run(&mut run, result.is_ok());
         self.updated = self.site.offloaded.as_mut().map_or(0, OffloadedStages::end_updates);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
         result?;
@@ -267,9 +267,12 @@ impl Worker {
     }
 
     /// Transfers all offloaded parameters to the host, and adds up their gradients if the step succeeded.
-    fn offload_all(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
+    fn end_run(&mut self, run: &mut WorkerRun, went_well: bool) -> Result<()> {
         let Some(offloaded) = &mut self.site.offloaded else { return Ok(()) };
-        offloaded.offload_all()?;
+        match went_well {
+            true => offloaded.end_step()?,
+            false => offloaded.offload_all()?,
+        }
         match run.accumulator.as_mut().filter(|_| went_well) {
             Some(accumulator) => offloaded.finish(accumulator),
             None => offloaded.forget(&mut run.transfer_clock),

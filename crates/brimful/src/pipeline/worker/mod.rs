@@ -15,6 +15,7 @@ use crate::memory::Memory;
 use crate::memory_format::convert_convolutions;
 use crate::optim::{Ema, OptimizerPlan};
 use crate::pipeline::error::PipelineError;
+use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::site::{Blueprint, Site};
 use crate::step::{StoreAttempt, Undo, UnmanagedStatistics};
@@ -92,15 +93,23 @@ impl Worker {
         Ok(())
     }
 
-    /// Finishes the last step's updates.
+    /// Finishes the last step's updates, before parameters or state are read.
     ///
     /// # Errors
     /// When one of them fails.
     pub(crate) fn finish_updates(&mut self) -> Result<()> {
         let Site { offloaded, optimizer, .. } = &mut self.site;
-        let Some(offloaded) = offloaded else { return Ok(()) };
-        let finished = offloaded.finish_updates(optimizer.as_mut());
-        finished.and(offloaded.offload_all())
+        offloaded.as_mut().map_or(Ok(()), |stages| stages.finish_updates(optimizer.as_mut()))
+    }
+
+    /// Finishes the last step's updates and drops the copies that it left on the device, before parameters or state are
+    /// handed out or replaced.
+    ///
+    /// # Errors
+    /// When an update fails.
+    pub(crate) fn offload_all(&mut self) -> Result<()> {
+        let finished = self.finish_updates();
+        finished.and(self.site.offloaded.as_mut().map_or(Ok(()), OffloadedStages::offload_all))
     }
 
     /// Prepares a step of the optimizer: for parameters on the device, and for each offloaded stage.
