@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 use brimful::optim::{AdamW, StateFormat};
-use brimful::pipeline::Offload;
+use brimful::pipeline::{Builder, Offload, OffloadPlan};
 use brimful::schedule::{HostLinkUse, Location, Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, MicroBatches, Pipeline};
 use brimful_cli::commands::train::OptimizerState;
-use brimful_cli::offload_plan::{OffloadPlan, OffloadQuestion};
+use brimful_cli::measured;
 use brimful_cli::setting::{self, accounts, words};
 use brimful_models::{Gpt, gpt};
 use brimful_plan::schedule::Awaited;
@@ -161,37 +161,37 @@ impl OffloadOptions {
         balance
     }
 
-    /// Returns the placement of stages; automatic ones are planned for the most micro-batches.
-    fn stage_locations(&self, device: Device, offload: OffloadArgument) -> Result<OffloadPlan> {
-        match offload {
-            OffloadArgument::Device => Ok(OffloadPlan::Device),
-            OffloadArgument::Host | OffloadArgument::HostInBackward => Ok(OffloadPlan::Host),
-            OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
-                let Some(capacity) = setting::capacity(device, self.memory_limit)? else {
-                    return Ok(OffloadPlan::Device);
-                };
-                let most = self.counts.iter().copied().max().unwrap_or(1);
-                let question = OffloadQuestion {
-                    device,
-                    loss,
-                    trained: 1.0,
-                    kept_beside: 0,
-                    updates_in_backward: offload.updates_in_backward(),
-                    bf16_gradients: self.update.bf16_gradients,
-                    capacities: vec![capacity],
-                    kind: Kind::BFloat16,
-                    method: self.method().into(),
-                    batch_size: self.sequences as usize * most,
-                    adapts: false,
-                    schedule: breadth_first(&self.balance()),
-                    recompute: Recompute::Always,
-                };
-                let tokens = [self.sequences, self.tokens];
-                let micro_batch = Tensor::randint(VOCABULARY, tokens, (Kind::Int64, device));
-                // The targets are tokens too.
-                OffloadPlan::plan(&self.layers(), (&micro_batch, &micro_batch), question)
-            }
-        }
+    /// Returns a builder of the pipeline, in stages of a block each.
+    fn builder(&self, device: Device, offload: OffloadArgument) -> Result<Builder> {
+        let balance = self.balance();
+        let schedule = breadth_first(&balance);
+        let builder = Pipeline::builder(self.layers())
+            .devices(accounts(&[device], self.memory_limit)?.into_iter().map(DeviceSpec::from))
+            .balance(balance)
+            .schedule(schedule)
+            .recompute(Recompute::Always)
+            .kind(Kind::BFloat16)
+            .reserve(self.method())
+            .update_in_backward(offload.updates_in_backward());
+        Ok(match self.update.bf16_gradients {
+            true => builder.offload_gradients(Kind::BFloat16),
+            false => builder,
+        })
+    }
+
+    /// Plans for the most micro-batches what of this pipeline is offloaded.
+    fn plan(&self, builder: Builder, device: Device) -> Result<OffloadPlan> {
+        let most = self.counts.iter().copied().max().unwrap_or(1);
+        let tokens = [self.sequences, self.tokens];
+        let micro_batch = Tensor::randint(VOCABULARY, tokens, (Kind::Int64, device));
+        let layers = self.layers().len() + 1;
+        // The targets are tokens too.
+        let sampled = builder.offload(Offload::Auto { gpu: None, host: None }).sample(
+            (&micro_batch, &micro_batch),
+            loss,
+            self.sequences as usize * most,
+        );
+        Ok(sampled.plan_offload(0, measured::begin(layers, device))?)
     }
 }
 
@@ -215,34 +215,24 @@ struct Contestant<'a> {
 
 impl<'a> Contestant<'a> {
     fn new(options: &'a OffloadOptions, device: Device, offload: OffloadArgument) -> Result<Self> {
-        let layers = options.layers();
-        let parameters = layers.parameter_count()?;
-        let planned = options.stage_locations(device, offload)?;
-        let (balance, mut why) = (options.balance(), None);
-        let schedule = breadth_first(&balance);
-        let builder = Pipeline::builder(layers)
-            .devices(accounts(&[device], options.memory_limit)?.into_iter().map(DeviceSpec::from))
-            .balance(balance)
-            .schedule(schedule)
-            .recompute(Recompute::Always)
-            .kind(Kind::BFloat16);
-        let builder = match planned {
-            OffloadPlan::Device => builder.offload(Offload::Device),
-            OffloadPlan::Host => builder.offload(Offload::Host),
-            OffloadPlan::Planned { row, why: reason } => {
-                why = Some(reason);
-                builder.plan(&row)
+        let parameters = options.layers().parameter_count()?;
+        let builder = || options.builder(device, offload);
+        let planned = match offload {
+            OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
+                Some(options.plan(builder()?, device)?)
             }
+            _ => None,
         };
-        let builder = match options.update.bf16_gradients {
-            true => builder.offload_gradients(Kind::BFloat16),
-            false => builder,
+        let why = planned.as_ref().map(OffloadPlan::to_string).filter(|why| !why.is_empty());
+        let builder = match (planned, offload) {
+            (Some(OffloadPlan::Planned { row, .. }), _) => builder()?.plan(&row),
+            (Some(OffloadPlan::Device), _) | (None, OffloadArgument::Device) => builder()?,
+            _ => builder()?.offload(Offload::Host),
         };
         let builder = match options.update.device_boundaries && why.is_none() {
             true => builder.boundaries(Location::Device),
             false => builder,
         };
-        let builder = builder.update_in_backward(offload.updates_in_backward());
         let training = StagedTraining::new(builder, options.method(), loss)?;
         Ok(Self { options, offload, training, parameters, why })
     }

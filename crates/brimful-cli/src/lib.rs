@@ -29,11 +29,10 @@ mod interrupt;
 mod jinja_template;
 mod log;
 mod log_files;
-mod measured;
+#[doc(hidden)]
+pub mod measured;
 mod named;
 mod nearest;
-#[doc(hidden)]
-pub mod offload_plan;
 #[doc(hidden)]
 pub mod output;
 mod page;

@@ -179,9 +179,10 @@ fn a_report_of_a_run_has_a_lane_each_way_of_the_host_link() {
         let count = |way: &str, kind: char| {
             lane[way]["kinds"].as_str().expect("letters").matches(kind).count()
         };
-        // Three stages share two device buffers, and four micro-batches cross two boundaries; the first stage's
-        // inputs stay.
-        assert_eq!((count("inward", 'f'), count("outward", 'h')), (4, 3), "{lane}");
+        // Three stages share two device buffers, in which a step may have left the first stage's weights. Four
+        // micro-batches cross two boundaries; the first stage's inputs stay.
+        assert!((3..=4).contains(&count("inward", 'f')), "{lane}");
+        assert_eq!(count("outward", 'h'), 3, "{lane}");
         assert_eq!((count("outward", 'o'), count("outward", 'u')), (8, 8), "{lane}");
         assert_eq!(count("inward", 'd'), 8, "{lane}");
         let bytes = lane["inward"]["bytes"].as_array().expect("bytes");

@@ -14,6 +14,15 @@ use brimful_plan::schedule::{Action, ActionKind, StageId};
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PipelineError {
+    /// Automatic offload without a sample.
+    #[error("Offload::Auto measures the layers: give it a micro-batch by Builder::sample")]
+    NoSample,
+    /// Automatic offload of several replicas or ranks.
+    #[error(
+        "Offload::Auto plans one pipeline in one process, and replicas or ranks would each measure their own: choose \
+         Offload::Host or Offload::Device"
+    )]
+    OffloadOfSeveral,
     /// Model without a layer.
     #[error("the model has no layer: add at least one")]
     NoLayers,

@@ -59,7 +59,9 @@ use std::time::Duration;
 
 use tch::Device;
 
-pub use build::{BalanceBy, Builder, Offload};
+#[doc(hidden)]
+pub use build::free_host_bytes;
+pub use build::{BalanceBy, Builder, Offload, OffloadPlan};
 pub use calls::{ModelOutput, Outputs};
 pub use error::PipelineError;
 #[doc(hidden)]

@@ -10,8 +10,8 @@ use brimful::pipeline::{Offload, PipelineOptimizer};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Actions, Location, Recompute, Schedule};
 use brimful::{
-    DeviceSpec, Loss, MicroBatcher, MicroBatches, NonFinitePolicy, Pipeline, Replicas, Result,
-    StepReport, World,
+    Bytes, DeviceSpec, Loss, MicroBatcher, MicroBatches, NonFinitePolicy, Pipeline, Replicas,
+    Result, StepReport, World,
 };
 use proptest::prelude::*;
 use tch::nn::{ModuleT, VarStore};
@@ -39,6 +39,11 @@ impl Cut {
         }
     }
 
+    /// Returns the number of micro-batches, or a usual one if it depends on the mini-batch.
+    fn usual_count(self) -> usize {
+        if let Self::Count(count) = self { count } else { 4 }
+    }
+
     pub fn is_automatic(self) -> bool {
         matches!(self, Self::Auto | Self::Largest)
     }
@@ -53,6 +58,9 @@ pub fn cut() -> impl Strategy<Value = Cut> {
     ]
 }
 
+/// Memory that automatic offload plans for: less than what some drawn models need.
+const PLANNED_BYTES: Bytes = Bytes(1_500);
+
 /// Index in [`Schedule::all`].
 const BREADTH_FIRST: usize = 3;
 
@@ -63,6 +71,8 @@ pub enum Living {
     OnHost,
     /// Every other stage.
     Mixed,
+    /// As planned for a small device, or all on the host if no plan can be made.
+    Planned,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -92,6 +102,7 @@ pub fn engine() -> impl Strategy<Value = Engine> {
         3 => Just(Living::OnDevices),
         2 => Just(Living::OnHost),
         1 => Just(Living::Mixed),
+        1 => Just(Living::Planned),
     ];
     // Most custom lists run without recompute, because graphs that are kept are more error-prone.
     let kept = prop_oneof![2 => Just(0usize), 1 => 0usize..3];
@@ -618,6 +629,7 @@ impl Piped {
         let layers = setup.model.layers();
         let deals = ranks > 1 && *replicas > 1;
         let stages = schedule.stages_per_device() * devices * if deals { 1 } else { ranks };
+        let sample = Samples::new(setup.model, 1, 0, setup.kind);
         let locations = match living {
             Living::OnDevices => Offload::Device,
             Living::OnHost => Offload::Host,
@@ -626,6 +638,11 @@ impl Piped {
                     |stage| if stage % 2 == 0 { Location::Host } else { Location::Device };
                 Offload::Each((0..stages).map(location).collect())
             }
+            // A plan has a schedule of its own.
+            Living::Planned if here * ranks > 1 || own_list.is_some() || setup.model.is_exact() => {
+                Offload::Host
+            }
+            Living::Planned => Offload::Auto { gpu: Some(PLANNED_BYTES), host: None },
         };
         let builder = Pipeline::builder(layers)
             .devices((0..here).map(|number| device(number, &arenas)))
@@ -635,6 +652,7 @@ impl Piped {
             .micro_batches(setup.cut.size())
             .kind(setup.kind)
             .offload(locations)
+            .sample((&sample.x, &sample.x), |out, _| out.sum(out.kind()), setup.cut.usual_count())
             .non_finite(setup.non_finite())
             .world(setup.world);
         let updates_in_backward = *updates_in_backward

@@ -347,6 +347,40 @@ fn a_plan_leaves_on_the_device_what_fits_there_and_is_kept() {
     train_deep(builder, &arena, MICRO_BATCHES);
 }
 
+#[test]
+fn automatic_offload_is_what_the_memory_needs() {
+    let _turn = alone();
+    const MICRO_BATCHES: usize = 4;
+    let sample = numbers(&[16, 64], 1).to_kind(Kind::Float);
+    let loss = |out: &Tensor, x: &Tensor| (out - x).square().mean(Kind::Float);
+    let unsampled = |gpu| {
+        let offload = Offload::Auto { gpu, host: Some(Bytes(1 << 30)) };
+        let builder = Pipeline::builder(deep(12)).offload(offload).reserve(Adam::new(0.1));
+        builder.micro_batches(MicroBatches::Count(MICRO_BATCHES))
+    };
+    let builder = |gpu| unsampled(gpu).sample((&sample, &sample), loss, 16 * MICRO_BATCHES);
+    let stages = |memory: Option<u64>, gpu| {
+        let arena = match memory {
+            Some(memory) => Arena::limited("device", memory).expect("a limit"),
+            None => Arena::new("device"),
+        };
+        train_deep(builder(gpu), &arena, MICRO_BATCHES);
+        let device = DeviceSpec::from(arena).threads(1);
+        let pipe = builder(gpu).devices([device]).build().expect("a pipeline");
+        pipe.offloaded_stages().expect("a number")
+    };
+    // Weights, gradients and Adam's moments of all blocks take 800 kB.
+    assert!((1..12).contains(&stages(Some(600_000), None)), "some, by the device's limit");
+    assert!((1..12).contains(&stages(None, Some(Bytes(600_000)))), "some, by the given bytes");
+    assert_eq!(stages(Some(1 << 30), None), 0, "none where all fits");
+    assert_eq!(stages(None, None), 0, "none without a limit");
+    let error = unsampled(None).build().map(drop).expect_err("nothing to measure with");
+    assert!(error.to_string().contains("Builder::sample"), "{error}");
+    let two = builder(None).devices([DeviceSpec::cpu(), DeviceSpec::cpu()]).replicas(2);
+    let error = two.build().map(drop).expect_err("each would plan for itself");
+    assert!(error.to_string().contains("Offload::Host"), "{error}");
+}
+
 /// A shared table is one tensor: an offloaded stage and a resident one would disagree about its location.
 #[test]
 fn stages_that_share_a_parameter_live_in_one_place() {

@@ -1,14 +1,13 @@
 //! Host of the devices: its memory and the host link, given or measured.
 
 use anyhow::Result;
-use brimful::internal::measure_host_link;
+use brimful::internal::{free_host_bytes, measure_host_link};
 use brimful::plan::Request;
 use brimful::{Bytes, device};
 use brimful_plan::schedule::HostLinkCost;
 
 use super::options::MeasuredModel;
 use crate::exit::ensure_use;
-use crate::offload_plan::free_host_bytes;
 
 impl MeasuredModel {
     /// Allows offloading of stages that fit on no device, if the host's memory is known.

@@ -3,6 +3,7 @@
 
 use anyhow::{Result, bail};
 use brimful::micro::MemoryFormat;
+use brimful::pipeline::OffloadPlan;
 use brimful::save::Metadata;
 use brimful::schedule::Schedule;
 use brimful::{Layers, World, device};
@@ -11,13 +12,12 @@ use tch::{Device, Tensor};
 
 use super::TrainOptions;
 use super::advice::FixedBytes;
-use super::offload::MeasuredInputs;
+use super::offload::{self, MeasuredInputs};
 use super::pipelined::Pipelined;
 use super::whole_model::WholeModel;
 use crate::data::Rows;
 use crate::exit::ensure_use;
 use crate::named::{Comparison, Named};
-use crate::offload_plan::OffloadPlan;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, NormStatistics};
 
@@ -91,7 +91,7 @@ pub(super) fn build(
     );
     let whole = options.ranks.whole_models(world);
     let each = options.ranks.devices_of_pipeline(world, stages);
-    let offload = OffloadPlan::settle(&layers, each, world, options, &mut inputs)?;
+    let offload = offload::settle(&layers, each, world, options, &mut inputs)?;
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
     // Exact BatchNorms have a barrier across micro-batches, which needs a pipeline, even on one device.
     let is_cut = is_exact || stages.stages.is_some() || !matches!(offload, OffloadPlan::Device);

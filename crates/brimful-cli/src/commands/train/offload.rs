@@ -4,16 +4,16 @@ use anyhow::Result;
 use brimful::balance;
 use brimful::internal::gradient_factor;
 use brimful::nn::Lora;
-use brimful::pipeline::{BalanceBy, Builder, Offload};
-use brimful::schedule::{Recompute, Schedule};
-use brimful::{Bytes, Layers, MicroBatches, Pipeline, World};
+use brimful::pipeline::{BalanceBy, Builder, Offload, OffloadPlan};
+use brimful::schedule::Schedule;
+use brimful::{Layers, Pipeline, World};
 use clap::ValueEnum;
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::stages::GradientDtype;
+use super::pipelined;
 use crate::exit::{ensure_use, ran_out};
-use crate::offload_plan::{OffloadPlan, OffloadQuestion};
+use crate::measured;
 use crate::setting::{NormStatistics, capacity, loss, shown_as_given, typed};
 
 /// Value of `--offload`.
@@ -40,98 +40,84 @@ pub(super) struct MeasuredInputs {
     pub(super) batch_size: usize,
 }
 
-impl OffloadPlan {
-    /// Decides what to offload, for pipelines of `devices` devices. Collective: every rank takes part.
-    pub(super) fn settle(
-        layers: &Layers,
-        devices: usize,
-        world: &World,
-        options: &TrainOptions,
-        inputs: impl FnOnce() -> Result<MeasuredInputs>,
-    ) -> Result<Self> {
-        match options.stages.offload {
-            OffloadArgument::None => return Ok(Self::Device),
-            OffloadArgument::All => return Ok(Self::Host),
-            OffloadArgument::Auto => {}
-        }
-        let device = options.devices(world, 1)?[0];
-        let here = capacity(device, options.memory_limit)?.map(|capacity| capacity.0);
-        // All ranks use the least capacity, so they decide alike.
-        let capacities = world.share("capacity", &here)?;
-        let Some(capacity) = capacities.into_iter().flatten().min() else {
-            return Ok(Self::Device);
-        };
-        let needed = resident_bytes(layers, options, options.dtype().kind())?;
-        let capacity_of_all = capacity.saturating_mul(devices as u64);
-        // Measures no layers if there is plenty of memory.
-        if needed <= capacity_of_all / 2 {
-            return Ok(Self::Device);
-        }
-        // A model that does not fit even if offloaded stays on its devices, and fails there with a more precise error.
-        let fits_offloaded = options.stages.schedule.is_none_or(is_offloadable)
-            && LeastBytes::of(layers, options, options.dtype().kind())?.offloaded <= capacity;
-        let all = || if fits_offloaded { Self::Host } else { Self::Device };
-        let all_or_nothing = || if needed <= capacity_of_all { Self::Device } else { all() };
-        if is_all_or_nothing(world, options) {
-            return Ok(all_or_nothing());
-        }
-        let (inputs, capacities) = (inputs()?, vec![Bytes(capacity); devices]);
-        let question = question(device, capacities, options, &inputs, layers)?;
-        let planned = OffloadPlan::plan(layers, (&inputs.micro_batch, &inputs.targets), question);
-        match planned {
-            Ok(Self::Host) => Ok(all()),
-            Err(error) if ran_out(&error) => Ok(all_or_nothing()),
-            planned => planned,
-        }
+/// Decides what to offload, for pipelines of `devices` devices. Collective: every rank takes part.
+pub(super) fn settle(
+    layers: &Layers,
+    devices: usize,
+    world: &World,
+    options: &TrainOptions,
+    inputs: impl FnOnce() -> Result<MeasuredInputs>,
+) -> Result<OffloadPlan> {
+    match options.stages.offload {
+        OffloadArgument::None => return Ok(OffloadPlan::Device),
+        OffloadArgument::All => return Ok(OffloadPlan::Host),
+        OffloadArgument::Auto => {}
     }
-
-    /// Makes a builder of a pipeline over `devices` devices, balanced and offloaded as decided.
-    pub(super) fn builder(
-        self,
-        layers: Layers,
-        devices: usize,
-        options: &TrainOptions,
-        inputs: impl FnOnce() -> Result<MeasuredInputs>,
-    ) -> Result<Builder> {
-        Ok(match self {
-            Self::Device => {
-                let (balance, schedule) = resident(&layers, devices, options, &inputs()?)?;
-                Pipeline::builder(layers).balance(balance).schedule(schedule)
-            }
-            Self::Host => {
-                let schedule = options.stages.schedule;
-                check_offloaded_stages(&layers, devices, schedule)?;
-                let builder = Pipeline::builder(layers).offload(Offload::Host);
-                schedule.into_iter().fold(builder, Builder::schedule)
-            }
-            Self::Planned { row, .. } => Pipeline::builder(layers).plan(&row),
-        })
+    let device = options.devices(world, 1)?[0];
+    let here = capacity(device, options.memory_limit)?.map(|capacity| capacity.0);
+    // All ranks use the least capacity, so they decide alike.
+    let capacities = world.share("capacity", &here)?;
+    let Some(capacity) = capacities.into_iter().flatten().min() else {
+        return Ok(OffloadPlan::Device);
+    };
+    let needed = resident_bytes(layers, options, options.dtype().kind())?;
+    let capacity_of_all = capacity.saturating_mul(devices as u64);
+    // Measures no layers if there is plenty of memory.
+    if needed <= capacity_of_all / 2 {
+        return Ok(OffloadPlan::Device);
+    }
+    // A model that does not fit even if offloaded stays on its devices, and fails there with a more precise error.
+    let fits_offloaded = options.stages.schedule.is_none_or(is_offloadable)
+        && LeastBytes::of(layers, options, options.dtype().kind())?.offloaded <= capacity;
+    let all = || if fits_offloaded { OffloadPlan::Host } else { OffloadPlan::Device };
+    let all_or_nothing = || if needed <= capacity_of_all { OffloadPlan::Device } else { all() };
+    if is_all_or_nothing(world, options) {
+        return Ok(all_or_nothing());
+    }
+    match plan(layers, device, world, options, &inputs()?) {
+        Ok(OffloadPlan::Host) => Ok(all()),
+        Err(error) if ran_out(&error) => Ok(all_or_nothing()),
+        planned => planned,
     }
 }
 
-/// Returns the planner's question for a run.
-fn question(
+/// Measures the layers, and plans.
+fn plan(
+    layers: &Layers,
     device: Device,
-    capacities: Vec<Bytes>,
+    world: &World,
     options: &TrainOptions,
     inputs: &MeasuredInputs,
-    layers: &Layers,
-) -> Result<OffloadQuestion> {
+) -> Result<OffloadPlan> {
     let recipe = &options.recipe;
-    Ok(OffloadQuestion {
-        device,
-        updates_in_backward: options.stages.update_in_backward,
-        bf16_gradients: options.stages.offload_gradients == GradientDtype::Bf16,
-        capacities,
-        kind: options.dtype().kind(),
-        method: recipe.method(),
-        loss,
-        batch_size: inputs.batch_size,
-        trained: trained_share(layers)?,
-        kept_beside: usize::from(recipe.accumulate > 1) + usize::from(recipe.ema.is_some()),
-        adapts: !matches!(options.size(), MicroBatches::Samples(_) | MicroBatches::Count(_)),
-        schedule: Schedule::OneFOneB,
-        recompute: options.stages.recompute.unwrap_or(Recompute::Never),
+    let copies = usize::from(recipe.accumulate > 1) + usize::from(recipe.ema.is_some());
+    let sample = (&inputs.micro_batch, &inputs.targets);
+    let builder = pipelined::set_up(Pipeline::builder(layers.clone()), world, options)?
+        .offload(Offload::Auto { gpu: None, host: None })
+        .sample(sample, loss, inputs.batch_size);
+    Ok(builder.plan_offload(copies, measured::begin(layers.len() + 1, device))?)
+}
+
+/// Makes a builder of a pipeline over `devices` devices, balanced and offloaded as decided.
+pub(super) fn builder(
+    plan: OffloadPlan,
+    layers: Layers,
+    devices: usize,
+    options: &TrainOptions,
+    inputs: impl FnOnce() -> Result<MeasuredInputs>,
+) -> Result<Builder> {
+    Ok(match plan {
+        OffloadPlan::Host => {
+            let schedule = options.stages.schedule;
+            check_offloaded_stages(&layers, devices, schedule)?;
+            let builder = Pipeline::builder(layers).offload(Offload::Host);
+            schedule.into_iter().fold(builder, Builder::schedule)
+        }
+        OffloadPlan::Planned { row, .. } => Pipeline::builder(layers).plan(&row),
+        _ => {
+            let (balance, schedule) = resident(&layers, devices, options, &inputs()?)?;
+            Pipeline::builder(layers).balance(balance).schedule(schedule)
+        }
     })
 }
 

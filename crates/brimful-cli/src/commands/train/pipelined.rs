@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use brimful::memory::Memory;
-use brimful::pipeline::{Builder, PipelineEma, PipelineOptimizer};
+use brimful::pipeline::{Builder, OffloadPlan, PipelineEma, PipelineOptimizer};
 use brimful::schedule::Schedule;
 use brimful::{Bytes, DeviceSpec, Layers, Pipeline, StepReport, World};
 use brimful_report::Record;
@@ -12,12 +12,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::engine::{Kept, TrainingEngine, check_model, count, memory_format, names};
-use super::offload::MeasuredInputs;
+use super::offload::{self, MeasuredInputs};
 use super::records;
 use super::stages::GradientDtype;
 use crate::data::Rows;
 use crate::named::Named;
-use crate::offload_plan::OffloadPlan;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, accounts, mean_loss, right};
 
@@ -58,27 +57,17 @@ impl Pipelined {
         offload: OffloadPlan,
         inputs: impl FnOnce() -> Result<MeasuredInputs>,
     ) -> Result<Self> {
-        let (kind, size, stages) = (options.dtype().kind(), options.size(), &options.stages);
+        let (kind, stages) = (options.dtype().kind(), &options.stages);
         let limit = options.memory_limit;
         let each = options.ranks.devices_of_pipeline(world, stages);
         let replicas = options.ranks.replicas;
         let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
-        let offload_text = offload.to_string();
-        let builder = offload
-            .builder(layers, each, options, inputs)?
-            .devices(accounts(&devices, limit)?.into_iter().map(DeviceSpec::from))
-            .world(world)
-            .replicas(replicas)
-            .kind(kind)
-            .memory_format(memory_format(devices[0]))
-            .reserve(options.recipe.method())
-            .micro_batches(size);
-        let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
-        let builder = match stages.offload_gradients {
-            GradientDtype::F32 => builder,
-            GradientDtype::Bf16 => builder.offload_gradients(Kind::BFloat16),
+        let offload_text = match &offload {
+            OffloadPlan::Device => String::new(),
+            offload => format!(", {offload}"),
         };
-        let builder = builder.update_in_backward(stages.update_in_backward);
+        let builder = offload::builder(offload, layers, each, options, inputs)?;
+        let builder = set_up(builder, world, options)?;
         let mut pipeline = builder.build().context("the pipeline cannot be built")?;
         pipeline.trace_transfers(records::are_wanted(options));
         let mut optimizer = pipeline.optimizer(options.recipe.method())?;
@@ -124,6 +113,26 @@ impl Pipelined {
         })?;
         Ok((step.loss, step.outputs))
     }
+}
+
+/// Sets devices, dtype, micro-batches and the like as the options say.
+pub(super) fn set_up(builder: Builder, world: &World, options: &TrainOptions) -> Result<Builder> {
+    let stages = &options.stages;
+    let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
+    let builder = builder
+        .devices(accounts(&devices, options.memory_limit)?.into_iter().map(DeviceSpec::from))
+        .world(world)
+        .replicas(options.ranks.replicas)
+        .kind(options.dtype().kind())
+        .memory_format(memory_format(devices[0]))
+        .reserve(options.recipe.method())
+        .micro_batches(options.size())
+        .update_in_backward(stages.update_in_backward);
+    let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
+    Ok(match stages.offload_gradients {
+        GradientDtype::F32 => builder,
+        GradientDtype::Bf16 => builder.offload_gradients(Kind::BFloat16),
+    })
 }
 
 impl TrainingEngine for Pipelined {

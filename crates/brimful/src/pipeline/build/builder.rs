@@ -6,6 +6,7 @@ use tch::Kind;
 
 use super::balance::BalanceBy;
 use super::offload::{BoundaryLocations, Offload};
+use super::plan_offload::Sample;
 use crate::balance::BalanceError;
 use crate::memory::Arena;
 use crate::memory_format::MemoryFormat;
@@ -35,6 +36,8 @@ pub struct Builder {
     pub(super) recompute_each: Vec<Recompute>,
     pub(super) kind: Kind,
     pub(super) offload: Offload,
+    /// Micro-batch that layers are measured with to plan what is offloaded.
+    pub(super) sample: Option<Sample>,
     pub(super) boundaries: BoundaryLocations,
     pub(super) offloading: OffloadSettings,
     pub(super) host: Option<Arena>,
@@ -59,6 +62,7 @@ impl Builder {
             recompute_each: Vec::new(),
             kind: Kind::Float,
             offload: Offload::default(),
+            sample: None,
             boundaries: BoundaryLocations::default(),
             offloading: OffloadSettings::default(),
             host: None,

@@ -37,12 +37,13 @@ impl Builder {
     /// When the layers, balance, devices, schedule and number of micro-batches do not fit together, a
     /// device does not exist, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
+        let builder = self.settle_offload()?;
         // Not `?`: a rank that cannot build reports that in the handshake, where the others wait for it.
-        let request = self.bring();
-        let (replicas_here, replicas) = self.replicas_here_and_of_ranks();
-        let world = self.world.clone();
+        let request = builder.bring();
+        let (replicas_here, replicas) = builder.replicas_here_and_of_ranks();
+        let world = builder.world.clone();
         let (devices, roster) = Roster::handshake(&world, replicas, replicas_here, request)?;
-        let builder = self.cut_for_offload(roster.limits.len())?;
+        let builder = builder.cut_for_offload(roster.limits.len())?;
         builder.build_on(devices, &roster)
     }
 

@@ -18,7 +18,7 @@ impl Builder {
     /// are. Stages are as small as possible, because a device buffer is as large as the largest stage.
     pub(super) fn cut_for_offload(mut self, devices: usize) -> Result<Self> {
         let given = match &self.offload {
-            Offload::Device => return Ok(self),
+            Offload::Device | Offload::Auto { .. } => return Ok(self),
             Offload::Host => self.balance.stages(),
             Offload::Each(locations) if locations.contains(&Location::Host) => {
                 Some(locations.len())

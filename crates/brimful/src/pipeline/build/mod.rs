@@ -6,6 +6,7 @@ mod building;
 mod exact;
 mod host;
 mod offload;
+mod plan_offload;
 mod roster;
 mod search;
 
@@ -13,3 +14,4 @@ pub use balance::BalanceBy;
 pub use builder::Builder;
 pub use offload::Offload;
 pub(crate) use offload::{check_offloaded_graphs, recompute_at_least};
+pub use plan_offload::{OffloadPlan, free_host_bytes};

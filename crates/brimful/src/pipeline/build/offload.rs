@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use crate::balance::Balance;
 use crate::pipeline::error::PipelineError;
 use crate::{Layers, Result};
+use brimful_plan::bytes::Bytes;
 use brimful_plan::plan::PlanRow;
 use brimful_plan::schedule::{
     ActionKind, Actions, DeviceId, Location, Recompute, StageLocation, TransferKind, Transfers,
@@ -27,13 +28,23 @@ pub enum Offload {
     Host,
     /// Sets each stage, in order.
     Each(Vec<Location>),
+    /// Offloads as many stages as needed, and recomputes activations where that pays, for the shortest step within
+    /// the memory of devices and host. Measures the layers with [`Builder::sample`](super::Builder::sample). A model
+    /// that fits stays on its devices.
+    Auto {
+        /// Bytes of each device; none for its limit or its free memory.
+        gpu: Option<Bytes>,
+        /// Bytes of host memory; none for nine tenths of what is free.
+        host: Option<Bytes>,
+    },
 }
 
 impl Offload {
     /// Returns the setting of each of so many stages.
     pub(crate) fn of(&self, stages: usize) -> Result<Vec<Location>> {
         match self {
-            Self::Device => Ok(vec![Location::Device; stages]),
+            // An automatic setting is settled before there are stages.
+            Self::Device | Self::Auto { .. } => Ok(vec![Location::Device; stages]),
             Self::Host => Ok(vec![Location::Host; stages]),
             Self::Each(locations) if locations.len() == stages => Ok(locations.clone()),
             Self::Each(locations) => {

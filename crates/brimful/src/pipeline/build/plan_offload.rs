@@ -1,0 +1,270 @@
+//! Plans which stages are offloaded, from the measured layers and the memory of devices and host.
+
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use brimful_torch::threads::limit_threads;
+use tch::Tensor;
+
+use super::Builder;
+use super::offload::Offload;
+use super::search;
+use crate::Result;
+use crate::accumulate::{gradient_factor, sums_apart};
+use crate::batch;
+use crate::measure::measure_of_kind;
+use crate::memory;
+use crate::nn::Lora;
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::offload::measure_host_link;
+use crate::step::MicroBatches;
+use crate::workers::{DeviceSpec, resolved};
+use brimful_plan::balance::{LayerCost, Profile};
+use brimful_plan::bytes::Bytes;
+use brimful_plan::plan::{PlanDevice, PlanRow, Request, plan};
+use brimful_plan::schedule::Recompute;
+
+/// Share of a device's memory that a plan leaves free for the allocator's rounding and fragmentation.
+const SPARE: f64 = 0.05;
+
+/// Share of the free host memory that a plan leaves to other processes.
+const HOST_SPARE: f64 = 0.1;
+
+/// Name of the measured loss, after the layers.
+const LOSS: &str = "loss of the outputs";
+
+/// Number of times that an automatic micro-batch size is halved in search of a plan that fits.
+const HALVINGS: u32 = 3;
+
+/// Micro-batch that layers are measured with, and the mini-batch that it is a part of.
+#[derive(Debug)]
+pub(super) struct Sample {
+    inputs: Tensor,
+    targets: Tensor,
+    loss: fn(&Tensor, &Tensor) -> Tensor,
+    batch_size: usize,
+}
+
+/// Outcome of a [plan](Builder::plan_offload) of what is offloaded.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum OffloadPlan {
+    /// Keeps the model on its devices, where it fits.
+    Device,
+    /// Offloads every stage, because no plan fits: this takes the least memory.
+    Host,
+    /// Offloads some stages.
+    #[non_exhaustive]
+    Planned {
+        /// Plan of the stages.
+        row: Box<PlanRow>,
+        /// Bytes that the whole model would need on a device.
+        needed: Bytes,
+        /// Bytes that the device has.
+        memory: Bytes,
+    },
+}
+
+impl fmt::Display for OffloadPlan {
+    /// Writes which stages are offloaded, and why; nothing for a model on its devices.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device => Ok(()),
+            Self::Host => f.write_str("offloaded to the host"),
+            Self::Planned { row, needed, memory } => {
+                let recomputes = |of: &Recompute| *of != Recompute::Never;
+                let again = row.stages.iter().filter(|stage| recomputes(&stage.recompute)).count();
+                write!(
+                    f,
+                    "{} of {} stages offloaded to the host ({}), {again} recomputed: all of it on the device would \
+                     take {needed} of its {memory}",
+                    row.at_host(),
+                    row.stages.len(),
+                    Bytes(row.host_bytes),
+                )
+            }
+        }
+    }
+}
+
+impl Builder {
+    /// Sets the inputs and targets of a micro-batch, their loss, and the samples in a mini-batch: what
+    /// [`Offload::Auto`] measures the layers with.
+    pub fn sample(
+        self,
+        (inputs, targets): (&Tensor, &Tensor),
+        loss: fn(&Tensor, &Tensor) -> Tensor,
+        batch_size: usize,
+    ) -> Self {
+        let (inputs, targets) = (inputs.shallow_clone(), targets.shallow_clone());
+        Self { sample: Some(Sample { inputs, targets, loss, batch_size }), ..self }
+    }
+
+    /// Plans which stages are offloaded, as [`build`](Self::build) does for [`Offload::Auto`]. Calls `measured` with
+    /// each layer as soon as it is measured. `copies` are kept of each parameter besides the optimizer's state:
+    /// averages of weights, and the gradients of mini-batches that make a step together.
+    ///
+    /// # Errors
+    /// When there is no [sample](Self::sample), a layer cannot be measured, or the pipeline has several replicas or
+    /// ranks, which would each make a plan of their own.
+    pub fn plan_offload(
+        &self,
+        copies: usize,
+        measured: impl FnMut(&LayerCost),
+    ) -> Result<OffloadPlan> {
+        if self.world.size() * self.replicas > 1 {
+            return Err(PipelineError::OffloadOfSeveral.into());
+        }
+        let sample = self.sample.as_ref().ok_or(PipelineError::NoSample)?;
+        let devices = resolved(self.devices.clone())?;
+        let (gpu, host) = match self.offload {
+            Offload::Auto { gpu, host } => (gpu, host),
+            _ => (None, None),
+        };
+        let memory = |device: &DeviceSpec| match (search::limit(device), gpu) {
+            (Some(free), Some(Bytes(given))) => Some(free.min(given)),
+            (free, given) => free.or(given.map(|given| given.0)),
+        };
+        let Some(memory) = devices.iter().map(memory).collect::<Option<Vec<u64>>>() else {
+            // A device without a limit has memory for everything.
+            return Ok(OffloadPlan::Device);
+        };
+        let profile = self.profile_with_loss(&devices[0], sample, measured)?;
+        let planner = OffloadPlanner {
+            micro_batches: sample.batch_size.div_ceil(batch::len(&sample.inputs)?.max(1)),
+            builder: self,
+            batch_size: sample.batch_size,
+            device: &devices[0],
+            profile,
+            memory,
+            host: host.map(|host| host.0),
+            trained: trained_share(self)?,
+            copies,
+        };
+        planner.settle()
+    }
+
+    /// Replaces [`Offload::Auto`] by what is planned for it.
+    pub(super) fn settle_offload(self) -> Result<Self> {
+        if !matches!(self.offload, Offload::Auto { .. }) {
+            return Ok(self);
+        }
+        let size = self.size;
+        Ok(match self.plan_offload(0, |_| {})? {
+            OffloadPlan::Device => self.offload(Offload::Device),
+            OffloadPlan::Host => self.offload(Offload::Host),
+            OffloadPlan::Planned { row, .. } => match size {
+                MicroBatches::Count(_) => self.plan(&row),
+                size => self.plan(&row).micro_batches(size),
+            },
+        })
+    }
+
+    /// Measures the layers with this micro-batch; the loss counts as part of the last layer.
+    fn profile_with_loss(
+        &self,
+        device: &DeviceSpec,
+        sample: &Sample,
+        measured: impl FnMut(&LayerCost),
+    ) -> Result<Profile> {
+        // Uses as many threads as the worker will: with all of the caller's, layers would seem faster.
+        let _threads = device.threads.map(limit_threads);
+        let (loss, targets) = (sample.loss, Mutex::new(sample.targets.to_device(device.device)));
+        let layers = self.layers.clone().add_fn(LOSS, move |outputs| {
+            let targets = targets.lock().unwrap_or_else(PoisonError::into_inner);
+            // Some measurements use only part of the micro-batch.
+            loss(outputs, &targets.narrow(0, 0, outputs.size()[0]))
+        });
+        let mut profile =
+            measure_of_kind(&layers, device.device, &sample.inputs, self.kind, measured)?;
+        let loss = profile.layers.pop();
+        if let Some((last, loss)) = profile.layers.pop().zip(loss) {
+            profile.layers.push(last.with_loss(&loss));
+        }
+        Ok(profile)
+    }
+}
+
+/// Returns the bytes of host memory that a plan may use.
+pub fn free_host_bytes() -> Result<u64> {
+    Ok((memory::host_available()?.0 as f64 * (1.0 - HOST_SPARE)) as u64)
+}
+
+/// Returns the share of the parameters that is trained: with LoRA a small one.
+fn trained_share(builder: &Builder) -> Result<f64> {
+    let shapes = builder.layers.variable_shapes()?;
+    let numbers = |which: fn(&str) -> bool| -> i64 {
+        let of_these = shapes.iter().filter(|(name, _)| which(name));
+        of_these.map(|(_, shape)| shape.iter().product::<i64>()).sum()
+    };
+    let (added, all) = (numbers(Lora::is_adapter), numbers(|_| true));
+    Ok(if added == 0 { 1.0 } else { added as f64 / all as f64 })
+}
+
+/// Question of a plan, with the measured layers.
+struct OffloadPlanner<'a> {
+    builder: &'a Builder,
+    device: &'a DeviceSpec,
+    profile: Profile,
+    /// Samples in a mini-batch, and micro-batches that it is cut into.
+    batch_size: usize,
+    micro_batches: usize,
+    /// Bytes of each device.
+    memory: Vec<u64>,
+    /// Bytes of the host, if they are given.
+    host: Option<u64>,
+    /// Share of the parameters that is trained.
+    trained: f64,
+    /// Copies of each parameter besides the optimizer's state.
+    copies: usize,
+}
+
+impl OffloadPlanner<'_> {
+    fn settle(&self) -> Result<OffloadPlan> {
+        let adapts =
+            !matches!(self.builder.size, MicroBatches::Samples(_) | MicroBatches::Count(_));
+        let mut request = self.request();
+        // An automatic size may go down to one sample.
+        request.micro_batches = vec![if adapts { self.batch_size } else { self.micro_batches }];
+        let resident = plan(&request)?.rows.swap_remove(0);
+        if resident.fits {
+            return Ok(OffloadPlan::Device);
+        }
+        request.host_link = measure_host_link(self.device.device)?;
+        request.host_memory = Some(self.host.map_or_else(free_host_bytes, Ok)?);
+        let halvings = if adapts { HALVINGS } else { 0 };
+        for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
+            request.micro_batches = vec![micro_batches.min(self.batch_size)];
+            if let Some(row) = plan(&request)?.best() {
+                let (row, needed) = (Box::new(row.clone()), Bytes(resident.largest_peak()));
+                return Ok(OffloadPlan::Planned { row, needed, memory: Bytes(self.memory[0]) });
+            }
+        }
+        // If even that does not fit, the step reports the missing bytes.
+        Ok(OffloadPlan::Host)
+    }
+
+    fn request(&self) -> Request<'_> {
+        let Builder { kind, offloading, recompute, reserved, .. } = self.builder;
+        let spared = |memory: &u64| (*memory as f64 * (1.0 - SPARE)) as u64;
+        let limited = |memory| PlanDevice { memory: Some(spared(memory)), ..PlanDevice::default() };
+        let gradient = gradient_factor(*kind);
+        Request {
+            trained: self.trained,
+            gradient_bytes: gradient,
+            // Gradients are rounded to bf16, which a bf16 model's parameters are.
+            sent_gradient_bytes: offloading.gradient_kind.map(|_| 1.0),
+            sums_apart: sums_apart(self.device.device, *kind),
+            optimizer_bytes: reserved.map_or(0.0, |method| method.state_factor_in(*kind)),
+            kept_bytes: self.copies as f64 * gradient,
+            update_in_backward: offloading.updates_in_backward,
+            schedules: vec![self.builder.order()],
+            recompute: Some(*recompute),
+            ..Request::new(
+                &self.profile,
+                self.memory.iter().map(limited).collect(),
+                self.batch_size,
+            )
+        }
+    }
+}
