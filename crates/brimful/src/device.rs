@@ -86,7 +86,7 @@ fn no_device(asked: &str) -> Error {
 ///
 /// # Errors
 ///
-/// When libtorch refuses, as it does if its newer precision settings were used.
+/// When libtorch refuses, as it does if the process has set its newer option `fp32_precision`.
 pub fn allow_tf32(allowed: bool) -> Result<()> {
     Ok(cuda::allow_tf32(allowed)?)
 }

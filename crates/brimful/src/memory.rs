@@ -191,8 +191,8 @@ impl Memory {
         }
     }
 
-    /// Charges this thread's CPU allocations to the arena, if it is one. An accelerator does not need it:
-    /// its device identifies its tensors.
+    /// Charges this thread's CPU allocations to the arena until the guard is dropped. Returns `None` for an
+    /// accelerator, whose allocator counts by itself.
     #[must_use = "an arena is left when the guard is dropped"]
     pub fn enter(&self) -> Option<ArenaGuard> {
         match self {

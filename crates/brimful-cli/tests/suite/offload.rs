@@ -61,8 +61,8 @@ fn auto_leaves_on_the_device_what_fits_there_and_says_what_and_why() {
     let within = |limit| run(&format!("{gpt} --memory-limit {limit}")).success();
     let stages = "in 8 stages of [1, 2, 1, 1, 1, 1, 1, 1] layers on cpu, breadth-first-8, ";
     let why = like(
-        "breadth-first-8, [1-7] of 8 stages offloaded to the host \\(.*\\), [1-8] recomputed: all of it on the \
-         device would take .* of its 7.63 MiB",
+        "breadth-first-8, [1-7] of 8 stages offloaded to the host \\(.*\\), [1-8] recomputed: the whole \
+         model needs .*, and the device has 7.63 MiB",
     );
     within("8MB").stdout(predicate::str::contains(stages).and(why));
     within("64MB").stdout(predicate::str::contains("on the host").not());

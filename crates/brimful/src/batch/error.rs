@@ -70,7 +70,7 @@ pub enum BatchError {
     /// Parts that are not cuts of one batch.
     #[error(
         "part {part} (counted from 0) cannot be joined to part 0: part {part} has {other} where part 0 has \
-         {first}; only tensors may differ between parts, so turn the differing number into a tensor"
+         {first}; only tensors may differ between parts: if a plain number differs, make it a tensor"
     )]
     PartsDiffer {
         /// Index of the part that differs from the first.

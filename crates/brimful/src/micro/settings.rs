@@ -58,7 +58,7 @@ impl MicroBatcher {
 
     /// Sets the memory format of images and convolutions. Formats other than [`MemoryFormat::AsIs`] change the
     /// strides of inputs and of parameters of four or five dimensions, so a closure must not `view` across
-    /// them. With [`MemoryFormat::Measured`], a closure that does so keeps its own format. In a
+    /// them. With [`MemoryFormat::Measured`], a closure with such a `view` stays in the user's format. In a
     /// [world](MicroBatcher::join) no format is measured.
     pub fn memory_format(mut self, memory_format: MemoryFormat) -> Self {
         self.set_memory_format(memory_format);

@@ -77,7 +77,7 @@ pub enum NnError {
         weight: Vec<i64>,
     },
     /// Dtypes that do not match.
-    #[error("{what} of a head's loss must be {wanted}, but is of {kind:?}")]
+    #[error("linear cross-entropy: {what} must be {wanted}, not {kind:?}")]
     LossKind {
         /// Name of the tensor that does not fit.
         what: &'static str,

@@ -148,7 +148,7 @@ impl Given<'_> {
         let wrong = |what, wanted: &str, kind| {
             Err(NnError::LossKind { what, wanted: wanted.to_owned(), kind })
         };
-        let real = "of a floating-point kind";
+        let real = "floating point";
         let kind = self.hidden.kind();
         if !is_real(kind) {
             wrong("the hidden state", real, kind)?;

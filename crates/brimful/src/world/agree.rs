@@ -30,7 +30,7 @@ impl World {
     /// the same calls in the same order; `what` names this one.
     ///
     /// # Errors
-    /// When a rank is lost, has ended, or makes another call.
+    /// When a rank is lost, has ended, or makes a different call.
     pub fn share<T>(&self, what: &str, value: &T) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,

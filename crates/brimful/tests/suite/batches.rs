@@ -346,7 +346,7 @@ fn a_number_that_differs_from_part_to_part_is_not_lost() {
     assert_eq!(
         message(batch::join(parts)),
         "part 2 (counted from 0) cannot be joined to part 0: part 2 has 0.75 where part 0 has 0.5; \
-         only tensors may differ between parts, so turn the differing number into a tensor"
+         only tensors may differ between parts: if a plain number differs, make it a tensor"
     );
 }
 

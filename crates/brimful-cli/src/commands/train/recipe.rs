@@ -44,7 +44,7 @@ pub struct Recipe {
     pub(crate) clip_norm: Option<f64>,
     /// Exponential moving average of the weights, with this decay per step
     ///
-    /// For example 0.999. Evaluation, FILE.best and predict use the averaged weights
+    /// For example 0.999. Evaluation, predict and the best checkpoint (--keep best) use the averaged weights
     #[arg(long, value_name = "DECAY", allow_negative_numbers = true, hide_short_help = true)]
     pub(crate) ema: Option<f64>,
     /// Gradient accumulation: mini-batches per step

@@ -26,15 +26,15 @@ pub enum Offload {
     Device,
     /// Offloads every stage to the host.
     Host,
-    /// Sets each stage, in order.
+    /// One location per stage, in order.
     Each(Vec<Location>),
-    /// Offloads as many stages as needed, and recomputes activations where that pays, for the shortest step within
-    /// the memory of devices and host. Measures the layers with [`Builder::sample`](super::Builder::sample). A model
+    /// Offloads as many stages as needed for the shortest step within the memory of devices and host. Recomputes
+    /// activations where the memory that this saves lets more stages stay on the device. Measures the layers with [`Builder::sample`](super::Builder::sample). A model
     /// that fits stays on its devices.
     Auto {
-        /// Bytes of each device; none for its limit or its free memory.
+        /// Bytes of each device; `None` for its memory limit, or else a GPU's free memory.
         gpu: Option<Bytes>,
-        /// Bytes of host memory; none for nine tenths of what is free.
+        /// Bytes of host memory; `None` for nine tenths of what is free.
         host: Option<Bytes>,
     },
 }

@@ -76,8 +76,8 @@ impl fmt::Display for OffloadPlan {
                 let again = row.stages.iter().filter(|stage| recomputes(&stage.recompute)).count();
                 write!(
                     f,
-                    "{} of {} stages offloaded to the host ({}), {again} recomputed: all of it on the device would \
-                     take {needed} of its {memory}",
+                    "{} of {} stages offloaded to the host ({}), {again} recomputed: the whole model needs \
+                     {needed}, and the device has {memory}",
                     row.at_host(),
                     row.stages.len(),
                     Bytes(row.host_bytes),
@@ -88,8 +88,8 @@ impl fmt::Display for OffloadPlan {
 }
 
 impl Builder {
-    /// Sets the inputs and targets of a micro-batch, their loss, and the samples in a mini-batch: what
-    /// [`Offload::Auto`] measures the layers with.
+    /// Sets the inputs and targets of a micro-batch, their loss, and the number of samples per mini-batch:
+    /// [`Offload::Auto`] measures the layers with them.
     pub fn sample(
         self,
         (inputs, targets): (&Tensor, &Tensor),
@@ -101,8 +101,8 @@ impl Builder {
     }
 
     /// Plans which stages are offloaded, as [`build`](Self::build) does for [`Offload::Auto`]. Calls `measured` with
-    /// each layer as soon as it is measured. `copies` are kept of each parameter besides the optimizer's state:
-    /// averages of weights, and the gradients of mini-batches that make a step together.
+    /// each layer as soon as it is measured. `copies` is the number of further tensors per parameter:
+    /// one for averaged weights ([`ema`](crate::Pipeline::ema)), one for gradients that are accumulated over mini-batches.
     ///
     /// # Errors
     /// When there is no [sample](Self::sample), a layer cannot be measured, or the pipeline has several replicas or
