@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use tch::Kind;
 
 use super::balance::BalanceBy;
-use super::offload::{BoundaryLocations, Offload};
-use super::plan_offload::Sample;
+use super::offload::{BoundaryLocations, Offload, Sample};
 use crate::balance::BalanceError;
 use crate::memory::Arena;
 use crate::memory_format::MemoryFormat;

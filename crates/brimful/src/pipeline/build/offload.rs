@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use tch::Tensor;
+
 use crate::balance::Balance;
 use crate::pipeline::error::PipelineError;
 use crate::{Layers, Result};
@@ -37,6 +39,15 @@ pub enum Offload {
         /// Bytes of host memory; `None` for nine tenths of what is free.
         host: Option<Bytes>,
     },
+}
+
+/// Micro-batch that [`Offload::Auto`] measures layers with, and the mini-batch that it is a part of.
+#[derive(Debug)]
+pub(super) struct Sample {
+    pub(super) inputs: Tensor,
+    pub(super) targets: Tensor,
+    pub(super) loss: fn(&Tensor, &Tensor) -> Tensor,
+    pub(super) batch_size: usize,
 }
 
 impl Offload {

@@ -7,7 +7,7 @@ use brimful_torch::threads::limit_threads;
 use tch::Tensor;
 
 use super::Builder;
-use super::offload::Offload;
+use super::offload::{Offload, Sample};
 use super::search;
 use crate::Result;
 use crate::accumulate::{gradient_factor, sums_apart};
@@ -35,15 +35,6 @@ const LOSS: &str = "loss of the outputs";
 
 /// Number of times that an automatic micro-batch size is halved in search of a plan that fits.
 const HALVINGS: u32 = 3;
-
-/// Micro-batch that layers are measured with, and the mini-batch that it is a part of.
-#[derive(Debug)]
-pub(super) struct Sample {
-    inputs: Tensor,
-    targets: Tensor,
-    loss: fn(&Tensor, &Tensor) -> Tensor,
-    batch_size: usize,
-}
 
 /// Outcome of a [plan](Builder::plan_offload) of what is offloaded.
 #[derive(Debug, Clone)]
