@@ -9,8 +9,8 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "mpi")]
 use crate::ranks;
 use crate::{
-    arena, auto, compare, convergence, finetune, kernels, loader, memory, micro, norms, offload,
-    pipeline, plot, ragged, split_backward, world,
+    arena, auto, convergence, finetune, kernels, loader, memory, micro, norms, offload, pipeline,
+    ragged, split_backward, world,
 };
 
 /// Measures speed and memory of brimful, side by side in one run with what it is compared with.
@@ -28,7 +28,7 @@ const EXAMPLES: &str = "\
 Examples:
   brimful-bench micro                micro-batches against a hand-written loop
   brimful-bench pipeline             stages against one thread, beside what bubble and machine allow
-  brimful-bench compare *.jsonl      our rows and the peers', joined into tables";
+  brimful-bench micro --into micro   micro/ours.jsonl: rows for bench/tables";
 
 /// Benchmarks.
 #[derive(Debug, Subcommand)]
@@ -64,10 +64,6 @@ enum Benchmark {
     /// Data parallelism over processes, started by mpirun: all ranks against one.
     #[cfg(feature = "mpi")]
     Ranks(ranks::RanksOptions),
-    /// Join our rows and the peers' into tables with ratios.
-    Compare(compare::CompareOptions),
-    /// Plot rows, ours and the peers'.
-    Plot(plot::PlotOptions),
 }
 
 impl CommandLine for BenchArgs {
@@ -95,8 +91,6 @@ impl CommandLine for BenchArgs {
             Benchmark::World(options) => world::run(options)?,
             #[cfg(feature = "mpi")]
             Benchmark::Ranks(options) => ranks::run(options)?,
-            Benchmark::Compare(options) => compare::run(options)?,
-            Benchmark::Plot(options) => plot::run(options)?,
         }
         Ok(Exit::Done)
     }

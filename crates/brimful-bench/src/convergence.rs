@@ -17,7 +17,6 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::journal::{Journal, Output};
-use crate::results::Comparison;
 use crate::turns::TurnProgress;
 
 /// Name of a training, and its flags for `brimful train`.
@@ -110,12 +109,12 @@ pub(crate) fn run(options: &ConvergenceOptions) -> Result<()> {
         for (training, reached) in trainings.iter().zip(&mut accuracies) {
             let epoch = options.train(seed, *training, &progress)?;
             reached.push(epoch.test_accuracy);
-            options.row(training.0, seed, &epoch).enter(&mut journal)?;
+            journal.enter(&options.row(training.0, seed, &epoch))?;
         }
     }
     for (&(contestant, _), reached) in trainings.iter().zip(&accuracies) {
         if let Some(comparison) = Comparison::new(reached, &accuracies[0]) {
-            SummaryRow { contestant, model: options.model, comparison }.enter(&mut journal)?;
+            journal.enter(&SummaryRow { contestant, model: options.model, comparison })?;
         }
     }
     journal.end()
@@ -202,26 +201,6 @@ struct TrainingRow<'a> {
     peak_bytes: Bytes,
 }
 
-impl TrainingRow<'_> {
-    fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let Self { contestant, model, data, batch, micro_batch, seed, epochs, .. } = self;
-        let title = format!("{model} on {data}, mini-batch {batch}, after {epochs} epochs");
-        let columns = format!(
-            "  {:<20}{:>5}{:>13}{:>10}{:>12}{:>12}{:>11}{:>12}",
-            "", "seed", "micro-batch", "loss", "test loss", "accuracy", "samples/s", "peak"
-        );
-        let text = format!(
-            "  {contestant:<20}{seed:>5}{micro_batch:>13}{:>10.4}{:>12.4}{:>10.2} %{:>11.1}{:>12}",
-            self.loss,
-            self.test_loss,
-            100.0 * self.test_accuracy,
-            self.samples_per_s,
-            self.peak_bytes
-        );
-        journal.enter_as(&title, &columns, &text, self)
-    }
-}
-
 /// All trainings of a contestant beside those of the full batch.
 #[derive(Debug, Serialize)]
 struct SummaryRow {
@@ -231,22 +210,49 @@ struct SummaryRow {
     comparison: Comparison,
 }
 
-impl SummaryRow {
-    fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let columns = format!(
-            "  {:<20}{:>10}{:>12}{:>13}{:>10}   {}",
-            "", "mean", "deviation", "difference", "noise", "within it"
-        );
-        let percent = |share: f64| format!("{:.2} %", 100.0 * share);
-        let Comparison { mean_accuracy, deviation, difference, noise, within_noise } =
-            self.comparison;
-        let [mean, deviation, difference, noise] =
-            [mean_accuracy, deviation, difference, noise].map(percent);
-        let within = if within_noise { "yes" } else { "no" };
-        let text = format!(
-            "  {:<20}{mean:>10}{deviation:>12}{difference:>13}{noise:>10}   {within}",
-            self.contestant
-        );
-        journal.enter_as("Accuracy over all seeds", &columns, &text, self)
+/// Accuracies of a contestant beside those of the full batch.
+#[derive(Debug, Serialize)]
+struct Comparison {
+    mean_accuracy: f64,
+    deviation: f64,
+    /// Difference of the mean from that of the full batch.
+    difference: f64,
+    /// Twice the standard error of that difference.
+    noise: f64,
+    within_noise: bool,
+}
+
+impl Comparison {
+    /// Compares; returns none if one of them has a single run and so no deviation.
+    fn new(reached: &[f64], full: &[f64]) -> Option<Self> {
+        let ((mean, deviation), (full_mean, full_deviation)) = (spread(reached)?, spread(full)?);
+        let share = |deviation: f64, runs: &[f64]| deviation.powi(2) / runs.len() as f64;
+        let noise = 2.0 * (share(deviation, reached) + share(full_deviation, full)).sqrt();
+        let difference = mean - full_mean;
+        let within_noise = difference.abs() <= noise;
+        Some(Self { mean_accuracy: mean, deviation, difference, noise, within_noise })
+    }
+}
+
+/// Returns the mean of some numbers, and their sample standard deviation.
+fn spread(numbers: &[f64]) -> Option<(f64, f64)> {
+    let count = numbers.len() as f64;
+    let mean = numbers.iter().sum::<f64>() / count;
+    let squares: f64 = numbers.iter().map(|number| (number - mean).powi(2)).sum();
+    (numbers.len() > 1).then(|| (mean, (squares / (count - 1.0)).sqrt()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_is_twice_the_standard_error_of_the_difference() {
+        let comparison = Comparison::new(&[0.90, 0.92], &[0.91, 0.93]).expect("two runs each");
+        assert!((comparison.difference + 0.01).abs() < 1e-12);
+        // Both deviations are √2/100, over two runs each.
+        assert!((comparison.noise - 2.0 * (2.0_f64 * 1e-4).sqrt()).abs() < 1e-12);
+        assert!(comparison.within_noise);
+        assert!(Comparison::new(&[0.9], &[0.9, 0.8]).is_none());
     }
 }

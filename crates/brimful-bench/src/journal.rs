@@ -1,4 +1,5 @@
 //! Output of rows: text or JSON lines as they come, all of them at the end, and a copy in a folder if asked.
+//! `bench/tables` makes tables and pictures of them.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -6,23 +7,25 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use brimful::internal::devices;
-use brimful::{device, libtorch};
+use brimful::{Bytes, device, libtorch};
 use brimful_cli::output;
 use brimful_cli::setting::words;
 use clap::Args;
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::{Number, Value, json};
 use tch::Device;
 
 use crate::interrupt;
-use crate::results::{self, Newest, OURS, ResultRow, Results};
+
+/// File of a folder's rows.
+pub(crate) const OURS: &str = "ours.jsonl";
 
 /// Destination of the rows.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Output {
     #[arg(long, help = words::JSON_LINES)]
     json: bool,
-    /// Write rows (ours.jsonl), tables and a plot to this folder
+    /// Write rows (ours.jsonl) to this folder
     #[arg(long, value_name = "FOLDER")]
     into: Option<PathBuf>,
 }
@@ -34,8 +37,7 @@ pub(crate) struct Journal {
     json: bool,
     device: String,
     environment: Value,
-    rows: Vec<ResultRow>,
-    title: String,
+    rows: Vec<Value>,
     saved: Option<(PathBuf, File)>,
 }
 
@@ -62,63 +64,25 @@ impl Journal {
                 text("optimizer"),
             ))?;
         }
-        let (rows, title) = (Vec::new(), String::new());
-        Ok(Self { bench, json: output.json, device, environment, rows, title, saved })
+        Ok(Self { bench, json: output.json, device, environment, rows: Vec::new(), saved })
     }
 
-    /// Enters a row, and prints its line of the joined table.
+    /// Enters a row: prints it, and stores it for the folder and the last line.
     pub(crate) fn enter(&mut self, row: &impl Serialize) -> Result<()> {
-        self.keep(row)?;
-        let newest = results::newest(self.bench, &self.rows);
-        let Newest { title, heading, line } = newest.context("the row is in no table")?;
-        self.show(&title, &heading, &line)
-    }
-
-    /// Enters a row with its own text, for rows that show more than the joined table does, or a summary of it.
-    pub(crate) fn enter_as(
-        &mut self,
-        title: &str,
-        columns: &str,
-        text: &str,
-        row: &impl Serialize,
-    ) -> Result<()> {
-        self.keep(row)?;
-        self.show(title, columns, text)
-    }
-
-    /// Stores a row for the folder, the last line, and programs that read lines as they come.
-    fn keep(&mut self, row: &impl Serialize) -> Result<()> {
         let mut value = serde_json::to_value(row)?;
         let object = value.as_object_mut().context("a row is an object")?;
         object.insert("bench".into(), json!(self.bench));
         object.insert("device".into(), json!(self.device));
         self.save(&value)?;
-        if self.json {
-            output::line(&value.to_string())?;
-        }
-        self.rows.push(ResultRow(value));
+        output::line(&if self.json { value.to_string() } else { for_people(&value) })?;
+        self.rows.push(value);
         Ok(())
-    }
-
-    /// Prints a line, with its heading when a new table begins.
-    fn show(&mut self, title: &str, columns: &str, text: &str) -> Result<()> {
-        if self.json {
-            return Ok(());
-        }
-        if self.title != title {
-            output::line(&format!("\n{title}\n{columns}"))?;
-            self.title = title.to_owned();
-        }
-        output::line(text)
     }
 
     /// Writes the last line of JSON: all rows and their environment.
     pub(crate) fn end(mut self) -> Result<()> {
         let last = json!({ "done": true, "environment": self.environment, "rows": self.rows });
         self.save(&last)?;
-        if let Some((folder, _)) = &self.saved {
-            Results::read_folder(folder)?.illustrate(folder)?;
-        }
         if self.json { output::line(&last.to_string()) } else { Ok(()) }
     }
 
@@ -127,6 +91,49 @@ impl Journal {
         // Whole lines at once: a killed run leaves no partial line.
         let written = file.write_all(format!("{value}\n").as_bytes());
         written.with_context(|| format!("cannot write {}", folder.join(OURS).display()))
+    }
+}
+
+/// Formats a row: who was measured, and every setting and figure but the single measurements.
+fn for_people(row: &Value) -> String {
+    let name = ["contestant", "model"].into_iter().find(|key| row[key].is_string());
+    let mut facts = Vec::new();
+    for (key, value) in row.as_object().into_iter().flatten() {
+        if !["bench", "device"].contains(&key.as_str()) && name != Some(key) {
+            describe(key, value, &mut facts);
+        }
+    }
+    let name = name.and_then(|key| row[key].as_str()).unwrap_or_default();
+    format!("{name}: {}", facts.join(", "))
+}
+
+fn describe(key: &str, value: &Value, facts: &mut Vec<String>) {
+    let shown = match value {
+        Value::Null | Value::Array(_) => return,
+        Value::Object(parts) => {
+            for (part, value) in parts {
+                describe(&format!("{key} {part}"), value, facts);
+            }
+            return;
+        }
+        Value::Number(number) => short(key, number),
+        Value::String(text) => text.clone(),
+        Value::Bool(answer) => answer.to_string(),
+    };
+    facts.push(format!("{key} {shown}"));
+}
+
+/// Formats bytes with a unit, whole numbers as they are, and three digits or more of other figures.
+fn short(key: &str, number: &Number) -> String {
+    match (number.as_u64(), number.as_f64().unwrap_or_default()) {
+        (Some(bytes), _) if key.ends_with("bytes") => Bytes(bytes).to_string(),
+        (Some(whole), _) => whole.to_string(),
+        (None, 0.0) => "0".to_owned(),
+        (None, figure) => match figure.abs() {
+            ..0.01 => format!("{figure:.2e}"),
+            ..10.0 => format!("{figure:.3}"),
+            _ => format!("{figure:.1}"),
+        },
     }
 }
 
@@ -158,4 +165,22 @@ fn environment(device: Device, facts: Value) -> Result<Value> {
         all.extend(facts);
     }
     Ok(environment)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_for_people_has_all_but_single_measurements() {
+        let row = json!({
+            "bench": "micro", "contestant": "brimful", "model": "mlp", "batch": 16, "cuda_graphs": false,
+            "seconds": [0.5, 0.6], "samples_per_s": 29.034, "ratio": 1.0, "gradient_difference": 2e-7,
+            "peak_bytes": 3 << 19, "ratio_to_resident": null, "largest": {"size": 4},
+        });
+        let line = "brimful: batch 16, cuda_graphs false, gradient_difference 2.00e-7, largest size 4, \
+                    model mlp, peak_bytes 1.50 MiB, ratio 1.000, samples_per_s 29.0";
+        assert_eq!(for_people(&row), line);
+        assert_eq!(for_people(&json!({"model": "mlp", "loss": 0.0})), "mlp: loss 0");
+    }
 }

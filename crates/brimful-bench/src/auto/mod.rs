@@ -81,7 +81,7 @@ pub(crate) fn run(options: &AutoOptions) -> Result<()> {
         progress.advance(1);
         progress.done();
         fitted |= row.fits();
-        row.enter(&mut journal)?;
+        journal.enter(&row)?;
     }
     ensure!(fitted, does_not_fit("not even one sample fits: raise --memory-limit"));
     journal.end()

@@ -8,7 +8,6 @@ use serde::Serialize;
 
 use super::subject::{Built, LimitedWork};
 use super::trials;
-use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::turns::TurnProgress;
 
@@ -19,12 +18,6 @@ const FASTEST_STEPS: usize = 10;
 const ORDER_STEPS: usize = 20;
 /// Steps measured afterwards.
 const STEADY_STEPS: usize = 5;
-
-/// Heading of the table.
-const HEADING: &str = concat!(
-    "       limit |  largest  feasible  failed  extra",
-    " |   auto  failed  first s  samples/s  of fixed   best  of best"
-);
 
 /// Row of the table.
 #[derive(Debug, Serialize)]
@@ -113,17 +106,6 @@ impl AutoRow {
     pub(super) fn fits(&self) -> bool {
         matches!(self.outcome, AutoOutcome::Measured(_))
     }
-
-    pub(super) fn enter(&self, journal: &mut Journal) -> Result<()> {
-        let Self { model, shape, dtype, batch, .. } = self;
-        let title = format!("{model} {shape}, {dtype}, mini-batch {batch}");
-        let outcome = match &self.outcome {
-            AutoOutcome::Measured(figures) => figures.text(),
-            AutoOutcome::DoesNotFit { error } => error.clone(),
-        };
-        let text = format!("  {:>10} | {outcome}", self.limit_bytes.to_string());
-        journal.enter_as(&title, HEADING, &text, self)
-    }
 }
 
 impl AutoFigures {
@@ -139,24 +121,6 @@ impl AutoFigures {
         progress.row(&format!("{title}: auto"));
         let (fastest, best) = fastest(subject, best)?;
         Ok(Self { largest, fastest, best })
-    }
-
-    fn text(&self) -> String {
-        let largest = self.largest.as_ref().map_or_else(
-            || format!("{:>33}", ""),
-            |l| format!("{:>8}{:>10}{:>8}{:>7.2}", l.size, l.feasible, l.failed, l.extra_steps),
-        );
-        let best = self
-            .best
-            .as_ref()
-            .map_or_else(String::new, |b| format!("{:>7}{:>9.3}", b.size, b.ratio));
-        let Fastest { micro_batch, failed, first_step_s, samples_per_s, ratio_to_fixed, .. } =
-            &self.fastest;
-        let of_fixed = ratio_to_fixed.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
-        format!(
-            "{largest} | {micro_batch:>6}{failed:>8}{first_step_s:>9.2}{samples_per_s:>11.1}\
-             {of_fixed:>10}{best}"
-        )
     }
 }
 

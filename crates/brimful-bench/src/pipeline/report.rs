@@ -14,12 +14,6 @@ use crate::journal::Journal;
 use crate::times::StepTimes;
 use crate::work::Workload;
 
-/// Heading of the table.
-const HEADING: &str = concat!(
-    "  stages  schedule                  recompute     samples/s   ratio   limit",
-    "  balance  machine  of limit  of balance   bubble   spread        peak"
-);
-
 /// Contestant and its result.
 #[derive(Debug, Serialize)]
 struct PipelineRow<T> {
@@ -80,16 +74,8 @@ impl PipelineRows<'_> {
     /// Enters the model on one thread.
     pub(super) fn alone(&mut self, times: &StepTimes) -> Result<()> {
         let speed = Speed::new(self.work, times);
-        let text = format!(
-            "  {:>6}  {:<26}{:>11.2}{:>8.3}{:>64.1} %",
-            "–",
-            "one thread",
-            speed.samples_per_s,
-            1.0,
-            100.0 * speed.spread
-        );
         let figures = AloneFigures { speed, ratio: 1.0, peak_bytes: None };
-        self.enter("one thread", IN_ONE_PIECE, &text, figures)
+        self.enter("one thread", IN_ONE_PIECE, figures)
     }
 
     /// Enters a pipeline, beside one thread and the machine's capacity.
@@ -112,49 +98,25 @@ impl PipelineRows<'_> {
             peak_bytes: runner.peaks.iter().flatten().max().copied(),
             peaks: runner.peaks.clone(),
         };
-        let text = format!("  {stages:>6}  {schedule:<26}{recompute:<12}{}", figures.text());
-        self.enter("brimful", Staging::new(stages, schedule, recompute), &text, figures)
+        self.enter("brimful", Staging::new(stages, schedule, recompute), figures)
     }
 
     /// Enters a pipeline that cannot be built.
     pub(super) fn not_built(&mut self, choice: PlanChoice, error: &Error) -> Result<()> {
-        let (stages, PlanChoice { schedule, recompute, .. }) = (self.stages, choice);
-        let text = format!("  {stages:>6}  {schedule:<26}{recompute:<12}  {error:#}");
+        let PlanChoice { schedule, recompute, .. } = choice;
         let error = json!({ "error": format!("{error:#}") });
-        self.enter("brimful", Staging::new(stages, schedule, recompute), &text, error)
+        self.enter("brimful", Staging::new(self.stages, schedule, recompute), error)
     }
 
-    /// Enters a row under the heading of its work.
     fn enter(
         &mut self,
         contestant: &'static str,
         staging: Staging,
-        text: &str,
         outcome: impl Serialize,
     ) -> Result<()> {
-        let columns = Columns::new(contestant, self.work);
         let micro_batches = self.work.batch / self.work.micro_batch;
-        let Columns { model, shape, micro_batch, .. } = &columns;
-        let title = format!(
-            "{model} {shape}, {micro_batches} micro-batches of {micro_batch}, one thread a stage"
-        );
-        let row = PipelineRow { columns, micro_batches, staging, outcome };
-        self.journal.enter_as(&title, HEADING, text, &row)
-    }
-}
-
-impl PipelineFigures {
-    fn text(&self) -> String {
-        let Self { ratio, limit, machine, simulated, of_limit, of_balance, .. } = self;
-        let Speed { samples_per_s, spread, .. } = &self.speed;
-        let percent = |part: f64| format!("{:.1} %", 100.0 * part);
-        format!(
-            "{samples_per_s:>11.2}{ratio:>8.3}{limit:>8.3}{simulated:>9.3}{machine:>9.3}\
-             {of_limit:>10.3}{of_balance:>12.3}{:>9}{:>9}{:>12}",
-            self.bubble.map(percent).unwrap_or_default(),
-            percent(*spread),
-            self.peak_bytes.map(|peak| peak.to_string()).unwrap_or_default(),
-        )
+        let columns = Columns::new(contestant, self.work);
+        self.journal.enter(&PipelineRow { columns, micro_batches, staging, outcome })
     }
 }
 

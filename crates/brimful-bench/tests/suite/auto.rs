@@ -31,10 +31,10 @@ fn a_limit_that_is_too_small_is_a_row_and_the_next_one_is_measured() {
 }
 
 #[test]
-fn people_read_a_table() {
-    let words = predicate::str::contains("mlp 28×28, f32, mini-batch 256")
-        .and(predicate::str::contains("3.81 MiB | out of memory in arena"))
-        .and(predicate::str::contains("38.1 MiB |"));
+fn people_read_lines() {
+    let words = predicate::str::contains("limit_bytes 3.81 MiB, model mlp")
+        .and(predicate::str::contains("error out of memory in arena"))
+        .and(predicate::str::contains("limit_bytes 38.1 MiB, micro_batch "));
     crate::program::run(&format!("{AUTO} {LIMITS} --steps-only")).success().stdout(words);
 }
 

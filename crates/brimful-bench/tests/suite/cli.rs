@@ -19,7 +19,7 @@ fn ends(arguments: &str, code: i32, says: &str) {
 
 #[test]
 fn every_exit_code_of_the_program_is_its_own() {
-    ends("arena --batch-size 1 --image 32 --repeats 1", 0, "with an arena");
+    ends("arena --batch-size 1 --image 32 --repeats 1", 0, "resnet50: ");
     ends("--help", 0, "Exit codes:");
     ends("--help", 0, "Examples:\n  brimful-bench ");
     ends("--version", 0, "brimful-bench ");

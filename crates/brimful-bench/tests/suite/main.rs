@@ -2,7 +2,6 @@
 
 mod auto;
 mod cli;
-mod compare;
 mod convergence;
 mod finetune;
 mod kernels;
@@ -15,3 +14,4 @@ mod pipeline;
 mod program;
 mod ragged;
 mod split_backward;
+mod tables;

@@ -32,10 +32,10 @@ fn memory_is_compared_by_micro_batches() {
 }
 
 #[test]
-fn people_read_a_table() {
+fn people_read_lines() {
     run("micro --device cpu --model gpt --gpt 1x64x8 --batch-size 3 --repeats 1").success().stdout(
-        predicate::str::contains("GPT 1×64×8, f32, 3 / 2")
-            .and(predicate::str::contains("brimful, batch on device")),
+        predicate::str::contains("brimful, batch on device: batch 3, ")
+            .and(predicate::str::contains("micro_batch 2, model gpt, ")),
     );
 }
 

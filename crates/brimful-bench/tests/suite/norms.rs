@@ -38,11 +38,11 @@ fn within_a_limit_exact_runs_alone_and_its_peak_stays_below_it() {
 }
 
 #[test]
-fn people_read_a_table_and_a_model_without_exact_norms_is_refused() {
-    let table = predicate::str::contains("ResNet-18 32×32, f32, micro-batches of 2")
-        .and(predicate::str::contains(": deferred"));
+fn people_read_lines_and_a_model_without_exact_norms_is_refused() {
+    let lines = predicate::str::contains("brimful, exact: batch 3, ")
+        .and(predicate::str::contains("micro_batch 2, model resnet18, "));
     let flags = "--batch-size 3 --micro-batch-size 2 --repeats 1";
-    run(&format!("{NORMS} {flags}")).success().stdout(table);
+    run(&format!("{NORMS} {flags}")).success().stdout(lines);
     let refused = run("norms --device cpu --model mlp").code(2);
     refused.stderr(predicate::str::contains("--model is mlp"));
 }

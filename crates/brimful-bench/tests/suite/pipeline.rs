@@ -59,11 +59,11 @@ fn each_number_of_micro_batches_has_rows_of_its_own() {
 }
 
 #[test]
-fn people_read_a_table() {
+fn people_read_lines() {
     run(&format!("{PIPELINE} --stages 2 --schedule 1f1b")).success().stdout(
-        predicate::str::contains("mlp 28×28, 4 micro-batches of 2, one thread a stage")
-            .and(predicate::str::contains("of limit"))
-            .and(predicate::str::contains("1f1b")),
+        predicate::str::contains("one thread: batch 8, ")
+            .and(predicate::str::contains("micro_batch 2, micro_batches 4, model mlp"))
+            .and(predicate::str::contains("schedule 1f1b, ")),
     );
 }
 

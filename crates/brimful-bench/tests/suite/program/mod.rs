@@ -17,6 +17,12 @@ pub fn run(line: &str) -> Assert {
     command.args(line.split_whitespace()).assert()
 }
 
+/// Runs `bench/tables` with these words.
+pub fn tables(line: &str) -> Assert {
+    let mut command = Command::new("python3");
+    command.arg("../../bench/tables").args(line.split_whitespace()).assert()
+}
+
 /// Checks that a command line is refused with these words.
 pub fn refused(line: &str, words: &str) {
     run(line).failure().stderr(predicate::str::contains(words.to_owned()));

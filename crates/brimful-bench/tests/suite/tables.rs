@@ -1,11 +1,11 @@
-//! Tests of `brimful-bench compare`, `plot` and `--into`: joined rows of several programs.
+//! Tests of `bench/tables` and `--into`: joined rows of several programs.
 
 use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
-use crate::program::{folder, refused, run};
+use crate::program::{folder, run, tables};
 use predicates::prelude::*;
 use serde_json::{Value, json};
 
@@ -28,38 +28,42 @@ fn micro(contestant: &str, figures: Value) -> Value {
 
 #[test]
 fn a_peer_that_failed_is_shown_with_its_error_beside_ours() {
-    let folder = folder("compare");
+    let folder = folder("tables");
     let (ours, peers) = (folder.join("ours.jsonl"), folder.join("peers.jsonl"));
-    let fast = micro("brimful", json!({"samples_per_s": 30.0, "spread": 0.1}));
+    let fast = micro("brimful", json!({"samples_per_s": 3000.0, "spread": 0.1}));
     fs::write(
         &ours,
         format!("{fast}\n{}\n", json!({"done": true, "environment": {"program": "brimful"}})),
     )
     .expect("written");
-    let slow = micro("PyTorch loop", json!({"samples_per_s": 20.0, "seconds": [0.8, 0.9]}));
-    let broken = micro("MBP", json!({"error": "ModuleNotFoundError: mbp"}));
+    let slow = micro("PyTorch loop", json!({"samples_per_s": 2000.0, "seconds": [0.008, 0.009]}));
+    let broken = micro("MBP", json!({"error": "ModuleNotFoundError: <mbp> | no"}));
     fs::write(&peers, format!("{slow}\n{broken}\n")).expect("written");
 
     let files = format!("{} {}", text(&ours), text(&peers));
-    let line = predicate::str::is_match("brimful +30.0 +1.500 +1.500 ").expect("a pattern");
-    let error = predicate::str::is_match("MBP +ModuleNotFoundError: mbp").expect("a pattern");
-    run(&format!("compare {files}")).success().stdout(
+    let line = predicate::str::is_match("brimful +3,000 +1.500 +1.500 ").expect("a pattern");
+    let error =
+        predicate::str::is_match("MBP +ModuleNotFoundError: <mbp> . no").expect("a pattern");
+    tables(&files).success().stdout(
         predicate::str::contains("ResNet-50 32×32, f32, 16 / 4")
             .and(line)
             .and(error)
             .and(predicate::str::contains("peers.jsonl: stopped before its last row")),
     );
-    let compared = run(&format!("compare --markdown {files}")).success();
-    compared.stdout(predicate::str::contains("| brimful | 30.0 | 1.500 | 1.500 |"));
-    let output = run(&format!("compare --json {files}")).success().get_output().clone();
+    let lines = "| brimful | 3,000 | 1.500 | 1.500 | – | – | 10.0 % | – | – |\n\
+                 | PyTorch loop | 2,000 | 1.000 | 1.000 | – | – | – | – | – |\n\
+                 | MBP | ModuleNotFoundError: <mbp> \\| no |  |  |  |  |  |  |  |\n";
+    tables(&format!("--markdown {files}")).success().stdout(predicate::str::contains(lines));
+    let output = tables(&format!("--json {files}")).success().get_output().clone();
     let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
     assert_eq!(report["rows"][0]["over_best_peer"], 1.5);
-    assert_eq!(report["rows"][2]["error"], "ModuleNotFoundError: mbp");
+    assert_eq!(report["rows"][2]["error"], "ModuleNotFoundError: <mbp> | no");
 
-    let picture = folder.join("plot.svg");
-    run(&format!("plot -o {} {files}", text(&picture))).success();
-    let picture = fs::read_to_string(picture).expect("a picture");
-    assert!(picture.starts_with("<svg") && picture.contains("ModuleNotFoundError: mbp"));
+    let picture = tables(&format!("--svg {files}")).success().get_output().stdout.clone();
+    let picture = String::from_utf8(picture).expect("text");
+    assert!(picture.starts_with("<svg") && picture.contains("&lt;mbp&gt; | no"), "{picture}");
+    // One on the bar for each measurement, and one in the legend.
+    assert_eq!(picture.matches("<circle").count(), 3);
 }
 
 #[test]
@@ -75,12 +79,12 @@ fn ranks_are_compared_with_one_process_and_with_the_peer() {
         [("brimful", 8.0), ("brimful over ranks", 6.0), ("torch.distributed.pipelining", 4.0)];
     let lines = all.map(|(contestant, speed)| row(contestant, speed).to_string());
     fs::write(&rows, lines.join("\n")).expect("written");
-    let compared = run(&format!("compare --markdown {}", text(&rows))).success();
+    let compared = tables(&format!("--markdown {}", text(&rows))).success();
     compared.stdout(predicate::str::contains("| brimful over ranks | 2 | 6.00 | 0.750 | 1.500 |"));
 }
 
 #[test]
-fn a_saved_table_has_rows_tables_and_a_picture() {
+fn saved_rows_become_a_table() {
     let folder = folder("saved");
     let micro = "micro --device cpu --model mlp --batch-size 8 --micro-batch-size 4 --repeats 1";
     run(&format!("{micro} --into {}", text(&folder))).success();
@@ -89,9 +93,9 @@ fn a_saved_table_has_rows_tables_and_a_picture() {
         rows.lines().last().and_then(|l| serde_json::from_str(l).ok()).expect("a line");
     assert_eq!(last["done"], true);
     assert_eq!(rows.lines().count(), 1 + last["rows"].as_array().map_or(0, Vec::len));
-    let table = fs::read_to_string(folder.join("table.md")).expect("tables");
-    assert!(table.contains("| tch loop |") && table.contains("| brimful |"), "{table}");
-    assert!(folder.join("plot.svg").exists());
+    let line = |name: &str| predicate::str::contains(format!("\n| {name} | "));
+    let table = tables(&format!("--markdown {}", text(&folder.join("ours.jsonl")))).success();
+    table.stdout(line("tch loop").and(line("brimful")));
 }
 
 #[test]
@@ -123,7 +127,7 @@ fn an_interrupted_run_keeps_its_rows_and_says_so() {
         said.contains("brimful-bench: interrupted: ") && said.contains(" rows are kept in "),
         "{said}"
     );
-    assert!(folder.join("table.md").exists() && folder.join("plot.svg").exists());
+    tables(text(&rows)).success().stdout(predicate::str::contains("stopped before its last row"));
 }
 
 #[test]
@@ -136,7 +140,36 @@ fn what_cannot_be_joined_is_refused_in_one_line() {
     ] {
         let path = folder.join("rows.jsonl");
         fs::write(&path, content).expect("written");
-        refused(&format!("compare {}", text(&path)), words);
+        tables(text(&path)).failure().stderr(predicate::str::contains(words));
     }
-    refused("compare nowhere.jsonl", "cannot read nowhere.jsonl");
+    let said = predicate::str::contains("cannot read nowhere.jsonl");
+    tables("nowhere.jsonl").failure().stderr(said);
+}
+
+#[test]
+fn stored_tables_and_pictures_are_those_of_their_rows() {
+    for (name, rows, shown) in [
+        ("auto/h200-2048", "ours peers", "table plot"),
+        ("convergence/h200", "ours", "table plot"),
+        ("kernels/h200-stem/gpt", "ours peers", "table plot"),
+        ("pipeline/16-core", "ours peers", "table plot"),
+        ("pipeline/split-backward/h200", "ours peers", "table"),
+        ("real/finetune", "ours peers", "table plot"),
+        ("real/loader", "ours peers", "table plot"),
+        ("real/ragged", "ours", "table plot"),
+        ("world/2-core", "data data-peers", "data"),
+        ("world/2-core", "pipeline pipeline-peers", "pipeline"),
+    ] {
+        let folder = Path::new("../../bench/results").join(name);
+        let paths = rows.split(' ').map(|rows| folder.join(format!("{rows}.jsonl")));
+        let paths: Vec<String> = paths.map(|path| text(&path).to_owned()).collect();
+        for shown in shown.split(' ') {
+            for (format, ending) in [("--markdown", "md"), ("--svg", "svg")] {
+                let path = folder.join(format!("{shown}.{ending}"));
+                let Ok(stored) = fs::read_to_string(&path) else { continue };
+                let made = tables(&format!("{format} {}", paths.join(" "))).success();
+                assert_eq!(String::from_utf8_lossy(&made.get_output().stdout), stored, "{path:?}");
+            }
+        }
+    }
 }
