@@ -1,8 +1,8 @@
 //! Staged model with its optimizer, for consecutive steps.
 
 use anyhow::Result;
-use brimful::optim::AdamW;
-use brimful::pipeline::{Builder, PipelineOptimizer};
+use brimful::optim::{AdamW, Optimizer};
+use brimful::pipeline::Builder;
 use brimful::{Loss, Pipeline, StepReport};
 use tch::Tensor;
 
@@ -15,7 +15,7 @@ type OutputLoss = fn(&Tensor, &Tensor) -> Tensor;
 /// Pipeline trained by AdamW.
 pub(crate) struct StagedTraining {
     pub(crate) pipeline: Pipeline,
-    optimizer: PipelineOptimizer,
+    optimizer: Optimizer,
     loss: OutputLoss,
 }
 

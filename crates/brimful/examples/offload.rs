@@ -4,8 +4,8 @@
 #![allow(clippy::print_stdout)] // Printing is what this program is for.
 
 use brimful::memory::Arena;
-use brimful::optim::AdamW;
-use brimful::pipeline::{Offload, PipelineOptimizer};
+use brimful::optim::{AdamW, Optimizer};
+use brimful::pipeline::Offload;
 use brimful::schedule::Schedule;
 use brimful::{Bytes, DeviceSpec, Layers, Loss, MicroBatches, Pipeline, Result, StepReport};
 use tch::{Device, Kind, Tensor, nn};
@@ -68,7 +68,7 @@ fn train(offload: Offload, limit: Option<u64>, x: &Tensor, y: &Tensor) -> Result
 
 fn step(
     pipe: &mut Pipeline,
-    optimizer: &mut PipelineOptimizer,
+    optimizer: &mut Optimizer,
     x: &Tensor,
     y: &Tensor,
 ) -> Result<StepReport> {

@@ -17,10 +17,10 @@ use crate::layers::LayersError;
 use crate::loss::LossError;
 use crate::nn::NnError;
 use crate::oom::{self, OutOfMemory};
-use crate::optim::OptimError;
 use crate::pipeline::PipelineError;
 use crate::replicas::ReplicasError;
 use crate::step::StepError;
+use crate::update::OptimError;
 use crate::world::WorldError;
 
 /// Error of this library's calls.

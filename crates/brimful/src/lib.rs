@@ -145,6 +145,7 @@ mod statistics;
 mod step;
 mod stream_fence;
 mod timed_event;
+mod update;
 mod workers;
 pub mod world;
 

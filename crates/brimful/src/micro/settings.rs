@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::{MemoryFormat, MicroBatcher};
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
-use crate::optim::Method;
 use crate::step::{MicroBatches, NonFinitePolicy, Team, names, parameters};
+use crate::update::Method;
 use crate::world::World;
 use crate::{Error, Result, retry_on_oom};
 

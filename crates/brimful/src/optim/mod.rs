@@ -23,94 +23,51 @@
 //! rounded away. A bf16 parameter is the upper half of its master, so its state has the lower 16 bits alone; an f16
 //! parameter's has the whole master. Averages are in f32 unless a [`StateFormat`] says otherwise.
 //!
+//! *Pipelines.* [`Pipeline::optimizer`] and [`Pipeline::ema`] return the same types. Each worker has the part of
+//! its own stages, and a state does not depend on the balance: a pipeline's loads into an optimizer of the plain
+//! model, or into a pipeline of any other balance, and the reverse. In a world, all ranks make every call.
+//!
 //! *tch's optimizers* can be used instead wherever the caller steps: both read the gradients from the
 //! parameters.
 
-mod adafactor;
-mod adam;
-mod captured_step;
-mod clip;
 mod ema;
-mod error;
-mod format;
-mod graphs;
-mod method;
-mod muon;
-mod no_decay;
-mod number_options;
-mod offloaded;
-mod rate_curve;
+mod parts;
 mod saved;
-mod scratch;
-mod sgd;
-mod state;
-mod step;
 
-pub use adafactor::Adafactor;
-pub use adam::{Adam, AdamW, AdamWith};
-pub use clip::{GradientNorm, clip_gradient_norm};
-pub(crate) use clip::{check_max_norm, clip_factor};
+use tch::{Tensor, nn};
+
+pub use crate::update::{
+    Adafactor, Adam, AdamW, AdamWith, GradientNorm, Method, Muon, OptimError, RateCurve, Sgd,
+    StateFormat, clip_gradient_norm,
+};
 pub use ema::Ema;
-pub use error::OptimError;
-pub use format::StateFormat;
-pub use method::Method;
-pub use muon::Muon;
-pub use no_decay::NO_DECAY_GROUP;
-pub(crate) use number_options::check_rate;
-pub(crate) use offloaded::OffloadedParameter;
-pub use rate_curve::RateCurve;
-pub use sgd::Sgd;
-pub(crate) use step::OptimizerPlan;
 
-use std::collections::{HashMap, HashSet};
-use std::ffi::c_void;
+use crate::Result;
+use crate::pipeline::{Pipeline, Worker, clip_worker_gradients, made_optimizer, settled_optimizer};
+use crate::update::{DEFAULT_GROUP, OptimizerPart, check_rate};
+use parts::{Locked, Parts};
 
-use brimful_torch::arena::ArenaGuard;
-use brimful_torch::autograd;
-use tch::{Kind, Tensor, nn};
-
-use crate::memory::Arena;
-use crate::{Error, Result};
-use captured_step::OptimizerGraphs;
-use state::ParameterState;
-
-/// Group of the parameters that are in no other group.
-pub(crate) const DEFAULT_GROUP: &str = "default";
+/// Group of the parameters that [`Optimizer::decay_only_matrices`] excludes from weight decay.
+pub const NO_DECAY_GROUP: &str = "no-decay";
 
 /// Updates parameters by their gradients.
 #[derive(Debug)]
 pub struct Optimizer {
-    parameters: Vec<Parameter>,
-    groups: Vec<ParameterGroup>,
-    graphs: OptimizerGraphs,
+    parts: Parts<OptimizerPart>,
+    learning_rate: f64,
 }
 
-#[derive(Debug)]
-struct Parameter {
-    name: String,
-    tensor: Tensor,
-    group: usize,
-    /// Its offloading; `None` if it stays on its device.
-    offload: Option<OffloadedParameter>,
-    /// `None` until the first step, or until `make_states`.
-    state: Option<ParameterState>,
-}
-
-impl Parameter {
-    fn new(name: String, tensor: Tensor) -> Self {
-        Self { name, tensor, group: 0, offload: None, state: None }
+impl Pipeline {
+    /// Makes an optimizer of all parameters, including frozen ones, which it skips while they are frozen.
+    /// It replaces an earlier one.
+    ///
+    /// # Errors
+    /// When an option makes no sense.
+    pub fn optimizer(&mut self, config: impl Into<Method>) -> Result<Optimizer> {
+        let method = config.into();
+        self.make_optimizers(method)?;
+        Ok(Optimizer { parts: Parts::of_workers(self), learning_rate: method.learning_rate() })
     }
-
-    /// Charges allocations to the host's arena while the guard lives, if the parameter is offloaded.
-    fn enter_host_arena(&self) -> Option<ArenaGuard> {
-        self.offload.as_ref().and_then(|offload| offload.arena.as_ref()).map(Arena::enter)
-    }
-}
-
-#[derive(Debug)]
-struct ParameterGroup {
-    name: String,
-    method: Method,
 }
 
 impl Optimizer {
@@ -120,12 +77,7 @@ impl Optimizer {
     /// # Errors
     /// When an option is invalid.
     pub fn new(vs: &nn::VarStore, config: impl Into<Method>) -> Result<Self> {
-        // The store names all variables, but lists the trainable ones without their names.
-        let trainable: HashSet<_> = vs.trainable_variables().iter().map(place).collect();
-        let named = vs.variables().into_iter().filter(|(_, t)| trainable.contains(&place(t)));
-        let mut named: Vec<_> = named.collect();
-        named.sort_by(|(a, _), (b, _)| a.cmp(b));
-        Self::for_named(named, config)
+        Ok(Self::of(OptimizerPart::of_store(vs, config.into())?))
     }
 
     /// Creates an optimizer of these parameters.
@@ -134,20 +86,12 @@ impl Optimizer {
     /// When an option is invalid, two parameters have the same name or are the same tensor, or one is not a
     /// leaf or not a floating-point tensor.
     pub fn for_named(named: Vec<(String, Tensor)>, config: impl Into<Method>) -> Result<Self> {
-        let method = config.into();
-        method.check()?;
-        check_parameters(&named)?;
-        let parameters =
-            named.into_iter().map(|(name, tensor)| Parameter::new(name, tensor)).collect();
-        let groups = vec![ParameterGroup { name: DEFAULT_GROUP.into(), method }];
-        Ok(Self { parameters, groups, graphs: OptimizerGraphs::default() })
+        Ok(Self::of(OptimizerPart::of_named(named, config.into())?))
     }
 
-    /// Sets which parameters are offloaded, by their names.
-    pub(crate) fn set_offloaded(&mut self, offload: impl Fn(&str) -> Option<OffloadedParameter>) {
-        self.parameters
-            .iter_mut()
-            .for_each(|parameter| parameter.offload = offload(&parameter.name));
+    fn of(part: OptimizerPart) -> Self {
+        let learning_rate = part.default_method().learning_rate();
+        Self { parts: Parts::of_caller(part), learning_rate }
     }
 
     /// Creates a group of the parameters whose names satisfy `members`, with its own options and learning rate.
@@ -161,85 +105,114 @@ impl Optimizer {
         members: impl Fn(&str) -> bool,
         config: impl Into<Method>,
     ) -> Result<()> {
-        let method = config.into();
-        self.check_group(name, &members, &method)?;
-        match self.form_group(name, |parameter| members(&parameter.name), method) {
-            true => Ok(()),
-            false => Err(self.no_member(name)),
+        let (group, method) = (name.to_owned(), config.into());
+        let mut parts = self.parts.lock()?;
+        let names = parts.names("group", settled_optimizer, OptimizerPart::names)?;
+        let none = |parameters, first| {
+            OptimError::EmptyGroup { group: name.to_owned(), parameters, first }.into()
+        };
+        let chosen = parts.chosen("group", &names, members, none)?;
+        // All parts check the group before one forms it: a refusal would otherwise leave it half made.
+        parts.ranks.all_or_none("group", || {
+            let group = group.clone();
+            parts.each(chosen.clone(), settled_optimizer, move |part, members| {
+                part.check_group(&group, &members, &method)
+            })
+        })?;
+        let formed = parts.each(chosen, settled_optimizer, move |part, members| {
+            part.form_group(&group, &members, method);
+            Ok(())
+        });
+        formed.map(drop)
+    }
+
+    /// Excludes every parameter of fewer than two dimensions, that is biases and the weights of norms, from
+    /// weight decay: they become the group [`NO_DECAY_GROUP`]. Parameters of other groups keep their
+    /// options. Does nothing if there are none.
+    ///
+    /// # Errors
+    /// When a step was taken already, or the group exists. No group is created then.
+    pub fn decay_only_matrices(&mut self) -> Result<()> {
+        let vectors = {
+            let mut parts = self.parts.lock()?;
+            let checked = parts.all(settled_optimizer, |part| {
+                part.check_group(NO_DECAY_GROUP, &[], &part.default_method())?;
+                Ok((part.vectors(), part.default_method()))
+            });
+            parts.ranks.of_workers("weight decay", checked)?
+        };
+        let is_vector =
+            |name: &str| vectors.iter().any(|(names, _)| names.iter().any(|n| n == name));
+        match vectors.iter().find(|(names, _)| !names.is_empty()) {
+            Some((_, method)) => self.group(NO_DECAY_GROUP, is_vector, method.without_decay()),
+            None => Ok(()),
         }
     }
 
-    /// Moves these parameters to a new group; returns false if there are none.
-    fn form_group(
-        &mut self,
-        name: &str,
-        is_member: impl Fn(&Parameter) -> bool,
-        method: Method,
-    ) -> bool {
-        let index = self.groups.len();
-        let mut any = false;
-        for parameter in self.parameters.iter_mut().filter(|parameter| is_member(parameter)) {
-            parameter.group = index;
-            // It was made for the old options, and no step was taken with it.
-            parameter.state = None;
-            any = true;
+    /// Updates every parameter that has a gradient, on all devices or on none. Those without one, and frozen ones,
+    /// stay unchanged, with their state. Does nothing if they were updated [in the
+    /// backward](crate::pipeline::Builder::update_in_backward).
+    ///
+    /// An offloaded stage of a pipeline is updated when its weights are fetched the next time. Reading, saving and
+    /// evaluating finish the updates first, but a caller that keeps [`variables`](Pipeline::variables) or gradients
+    /// must call [`wait`](Self::wait) before it reads or changes them.
+    ///
+    /// # Errors
+    /// When memory runs out, or a gradient is sparse: parameters, state and step counters are unchanged
+    /// then.
+    pub fn step(&mut self) -> Result<()> {
+        let mut parts = self.parts.lock()?;
+        match &mut parts.holder {
+            Locked::Caller(part) => part.step(),
+            Locked::Workers(workers) => {
+                let prepare = || workers.all(Worker::prepare_update);
+                let plans = parts.ranks.all_or_none("optimizer step", prepare)?;
+                // Copies of shared variables follow before the next step, not here: after an update nothing may
+                // fail.
+                workers.each_or_error(plans, |worker, plan| worker.update(plan)).map(drop)
+            }
         }
-        if any {
-            self.groups.push(ParameterGroup { name: name.into(), method });
-        }
-        any
     }
 
-    /// Checks that a group of these parameters can be created.
-    pub(crate) fn check_group(
-        &self,
-        name: &str,
-        members: impl Fn(&str) -> bool,
-        method: &Method,
-    ) -> Result<()> {
-        method.check()?;
-        let bad = |reason: String| Err(OptimError::BadGroup { group: name.into(), reason }.into());
-        if self.groups.iter().any(|group| group.name == name) {
-            return bad("there is one of that name; choose another".into());
-        }
-        let has_stepped =
-            |parameter: &Parameter| parameter.state.as_ref().is_some_and(|state| !state.is_new);
-        if self.parameters.iter().any(has_stepped) {
-            return bad("a step was taken already; make all groups before the first".into());
-        }
-        let taken = self.parameters.iter().find(|p| members(&p.name) && p.group != 0);
-        if let Some(Parameter { name: parameter, group, .. }) = taken {
-            let other = &self.groups[*group].name;
-            return bad(format!(
-                "'{parameter}' is in group '{other}'; let one of them leave it out"
-            ));
-        }
-        Ok(())
+    /// Finishes the updates of the last step, which offloaded stages otherwise take when they are fetched the next
+    /// time.
+    ///
+    /// # Errors
+    /// Returns the error of a failed update.
+    pub fn wait(&mut self) -> Result<()> {
+        self.parts.lock()?.all(settled_optimizer, |_| Ok(())).map(drop)
     }
 
     /// Removes the gradients of all parameters, so that the next backward creates new ones.
     ///
     /// # Errors
-    /// When libtorch refuses.
+    /// When libtorch refuses, or a worker has ended.
     pub fn zero_grad(&mut self) -> Result<()> {
-        for parameter in &mut self.parameters {
-            autograd::set_gradient(&mut parameter.tensor, None)?;
+        match &mut self.parts.lock()?.holder {
+            Locked::Caller(part) => part.zero_grad(),
+            Locked::Workers(workers) => {
+                workers.all(|worker| worker.variables.zero_grad()).map(drop)
+            }
         }
-        Ok(())
     }
 
     /// Scales the gradients down together if their 2-norm exceeds `max_norm`: see
-    /// [`clip_gradient_norm`].
+    /// [`clip_gradient_norm`]. The host waits for a pipeline's norm.
     ///
     /// # Errors
-    /// As for [`clip_gradient_norm`].
-    pub fn clip_gradient_norm(&self, max_norm: f64) -> Result<GradientNorm> {
-        clip_gradient_norm(self.parameters.iter().map(|parameter| &parameter.tensor), max_norm)
+    /// As for [`clip_gradient_norm`]; and with updates in the backward
+    /// ([`update_in_backward`](crate::pipeline::Builder::update_in_backward)).
+    pub fn clip_gradient_norm(&mut self, max_norm: f64) -> Result<GradientNorm> {
+        let parts = self.parts.lock()?;
+        match &parts.holder {
+            Locked::Caller(part) => part.clip_gradient_norm(max_norm),
+            Locked::Workers(workers) => clip_worker_gradients(workers, parts.ranks, max_norm),
+        }
     }
 
     /// Returns the learning rate of the parameters that are in no group of their own.
     pub fn learning_rate(&self) -> f64 {
-        self.groups[0].method.learning_rate()
+        self.learning_rate
     }
 
     /// Sets the learning rate of every group.
@@ -248,9 +221,12 @@ impl Optimizer {
     /// When it is negative or not finite; the old ones stay then.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
         check_rate(rate)?;
-        for group in &mut self.groups {
-            group.method.set_learning_rate(rate);
-        }
+        // Waiting updates keep the rate of their step.
+        self.parts.lock()?.all(made_optimizer, move |part| {
+            part.set_learning_rate(rate);
+            Ok(())
+        })?;
+        self.learning_rate = rate;
         Ok(())
     }
 
@@ -259,8 +235,9 @@ impl Optimizer {
     /// # Errors
     /// When there is no such group.
     pub fn group_learning_rate(&self, group: &str) -> Result<f64> {
-        let found = self.groups.iter().find(|known| known.name == group);
-        found.map(|group| group.method.learning_rate()).ok_or_else(|| self.no_group(group))
+        let group = group.to_owned();
+        let read = move |part: &mut OptimizerPart| part.group_learning_rate(&group);
+        Ok(self.parts.lock()?.all(made_optimizer, read)?[0])
     }
 
     /// Sets the learning rate of one group.
@@ -269,86 +246,33 @@ impl Optimizer {
     /// When there is no such group, or the rate is negative or not finite.
     pub fn set_group_learning_rate(&mut self, group: &str, rate: f64) -> Result<()> {
         check_rate(rate)?;
-        match self.groups.iter_mut().find(|known| known.name == group) {
-            Some(found) => found.method.set_learning_rate(rate),
-            None => return Err(self.no_group(group)),
+        let name = group.to_owned();
+        let set = move |part: &mut OptimizerPart| part.set_group_learning_rate(&name, rate);
+        self.parts.lock()?.all(made_optimizer, set)?;
+        if group == DEFAULT_GROUP {
+            self.learning_rate = rate;
         }
         Ok(())
     }
 
-    /// Returns the parameters with their names.
-    pub fn parameters(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.parameters.iter().map(|parameter| (parameter.name.as_str(), &parameter.tensor))
-    }
-
-    /// Returns the groups' names.
-    pub(crate) fn groups(&self) -> impl Iterator<Item = &str> {
-        self.groups.iter().map(|group| group.name.as_str())
-    }
-
-    /// Returns the method of the parameter's group, resolved for the parameter's number of dimensions.
-    fn method_of(&self, parameter: &Parameter) -> Method {
-        self.groups[parameter.group].method.of(parameter.tensor.dim())
-    }
-
-    fn no_group(&self, group: &str) -> Error {
-        let known: Vec<_> = self.groups().collect();
-        OptimError::NoGroup { group: group.into(), known: known.join(", ") }.into()
-    }
-
-    fn no_member(&self, group: &str) -> Error {
-        let first = self.parameters.first().map(|first| first.name.clone()).unwrap_or_default();
-        OptimError::EmptyGroup { group: group.into(), parameters: self.parameters.len(), first }
-            .into()
-    }
-}
-
-/// Returns the address, size and strides of a tensor, which are the same for its shallow clones.
-fn place(tensor: &Tensor) -> (*mut c_void, Vec<i64>, Vec<i64>) {
-    (tensor.data_ptr(), tensor.size(), tensor.stride())
-}
-
-fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
-    check_named(named)?;
-    let mut places = HashMap::new();
-    for (name, tensor) in named {
-        let bad = |reason: String| {
-            Err(OptimError::BadParameter { parameter: name.clone(), reason }.into())
-        };
-        if !matches!(tensor.kind(), Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16) {
-            return bad(format!("it is of kind {:?}; make it floating-point", tensor.kind()));
+    /// On CUDA, captures a step as a CUDA graph and replays it while parameters, gradients and state keep
+    /// their addresses: one launch, without the host's work for each kernel. No effect on other devices or on a
+    /// pipeline.
+    ///
+    /// The result differs by no more than the rounding of the learning rate to f32.
+    #[must_use]
+    pub fn cuda_graphs(mut self, wanted: bool) -> Self {
+        if let Some(part) = self.parts.of_caller_mut() {
+            part.set_cuda_graphs(wanted);
         }
-        if !tensor.is_leaf() {
-            return bad("it was computed from others; give those instead".into());
-        }
-        if overlaps(tensor) {
-            return bad("its elements share memory; give it memory of its own".into());
-        }
-        if tensor.numel() > 0
-            && let Some(other) = places.insert(place(tensor), name)
-        {
-            return bad(format!("it is the same tensor as '{other}'; give it once"));
+        self
+    }
+
+    /// Returns the number of steps that were replayed.
+    pub fn replayed(&self) -> usize {
+        match self.parts.lock().map(|parts| parts.holder) {
+            Ok(Locked::Caller(part)) => part.replayed(),
+            _ => 0,
         }
     }
-    Ok(())
-}
-
-/// Checks that each is defined and has a name of its own.
-fn check_named(named: &[(String, Tensor)]) -> Result<()> {
-    let mut names = HashSet::new();
-    for (name, tensor) in named {
-        let reason = match (tensor.defined(), names.insert(name)) {
-            (true, true) => continue,
-            (false, _) => "it is an undefined tensor; leave it out",
-            (true, false) => "two have that name; give each its own",
-        };
-        let bad = OptimError::BadParameter { parameter: name.clone(), reason: reason.into() };
-        return Err(bad.into());
-    }
-    Ok(())
-}
-
-/// Returns whether elements share memory, as in an expanded tensor.
-fn overlaps(tensor: &Tensor) -> bool {
-    tensor.size().iter().zip(tensor.stride()).any(|(&size, stride)| size > 1 && stride == 0)
 }

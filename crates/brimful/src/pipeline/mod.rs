@@ -67,7 +67,6 @@ pub use error::PipelineError;
 #[doc(hidden)]
 pub use offload::measure_host_link;
 pub use site::is_recomputing;
-pub use state::{PipelineEma, PipelineOptimizer};
 
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{MicroBatches, StepState};
@@ -78,9 +77,10 @@ use brimful_plan::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
 };
 use build::{check_offloaded_graphs, recompute_at_least};
-use ranks::Ranks;
+pub(crate) use ranks::Ranks;
 use stage_layout::StageLayout;
-use worker::Worker;
+pub(crate) use state::{clip_worker_gradients, made_optimizer, settled_ema, settled_optimizer};
+pub(crate) use worker::Worker;
 
 /// A model spread over devices.
 ///

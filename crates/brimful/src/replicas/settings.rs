@@ -9,8 +9,8 @@ use super::replica::{Replica, Setting};
 use super::shares::Speeds;
 use crate::Result;
 use crate::micro::{MemoryFormat, MicroBatcher};
-use crate::optim::Method;
 use crate::step::{Engine, MicroBatches, NonFinitePolicy, Team, names, parameters};
+use crate::update::Method;
 use crate::world::World;
 
 impl<M: 'static> Replicas<M> {

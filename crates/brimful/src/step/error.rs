@@ -74,7 +74,7 @@ pub enum StepError {
     },
     /// An output through which a loss over the whole mini-batch cannot run backward.
     #[error(
-        "output {leaf} (counted from 0) cannot be cut into rows of samples: return one row per sample, and \
+        "output {leaf} (counted from 0) cannot be split by sample along dimension 0: return one row per sample, and \
          nothing in `Shared`"
     )]
     OutputNotRows {

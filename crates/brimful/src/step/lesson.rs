@@ -32,8 +32,8 @@ impl Warnings {
         }
         if ending.hidden && !std::mem::replace(&mut self.hidden, true) {
             tracing::warn!(
-                "memory ran out within a step that went on all the same: if the closure catches \
-                 errors, let it pass out-of-memory on, because its result may be wrong"
+                "an out-of-memory error was caught inside the closure and the step went on: let the \
+                 closure return out-of-memory errors, because the step's result may be wrong"
             );
         }
         let most = lesson.sizes.iter().copied().max().unwrap_or(0);

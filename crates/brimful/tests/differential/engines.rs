@@ -6,7 +6,7 @@ use std::sync::Arc;
 use brimful::layers::Model as BuiltModel;
 use brimful::memory::{Arena, Memory};
 use brimful::optim::{Adafactor, Method, Muon, Optimizer, Sgd, StateFormat};
-use brimful::pipeline::{Offload, PipelineOptimizer};
+use brimful::pipeline::Offload;
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Actions, Location, Recompute, Schedule};
 use brimful::{
@@ -605,7 +605,7 @@ impl Subject for Replicated {
 
 struct Piped {
     pipe: Pipeline,
-    optimizer: PipelineOptimizer,
+    optimizer: Optimizer,
     arenas: Vec<Arena>,
     parts: usize,
     /// World whose ranks' replicas determine the rows of a mini-batch that this rank provides.
@@ -812,7 +812,7 @@ impl Subject for Piped {
     }
 
     fn clip(&mut self, max: f64) -> Result<f64> {
-        self.optimizer.clip_gradient_norm(max)
+        self.optimizer.clip_gradient_norm(max)?.value()
     }
 
     fn set_rate(&mut self, rate: f64) -> Result<()> {

@@ -39,7 +39,7 @@ fn values(store: &VarStore) -> Named {
 }
 
 fn averages(ema: &Ema) -> Named {
-    let mut all: Named = ema.averages().map(|(n, tensor)| (n.to_owned(), tensor.copy())).collect();
+    let mut all: Named = copies(&ema.averages().expect("averages"));
     all.sort_by(|(a, _), (b, _)| a.cmp(b));
     all
 }
@@ -112,7 +112,7 @@ fn the_models_own_weights_come_back_to_the_last_bit() {
         }
         let refused = ema.update().expect_err("in place");
         assert_eq!(refused, OptimError::AveragesInPlace.into());
-        let (tensors, texts) = ema.state();
+        let (tensors, texts) = ema.state().expect("a state");
         let refused = ema.load_state(&tensors, &texts).expect_err("in place");
         assert_eq!(refused, OptimError::AveragesInPlace.into());
         ema.swap_out().expect("swapped");
@@ -139,7 +139,7 @@ fn an_evaluation_with_averages_leaves_no_trace_in_the_training() {
             }
         }
         // The master weights too.
-        let (state, _) = optimizer.state();
+        let (state, _) = optimizer.state().expect("a state");
         (values(&store), averages(&ema), state)
     };
     assert_eq!(train(true), train(false));
@@ -151,7 +151,7 @@ fn saved_averages_go_on_exactly_where_they_stopped() {
     let mut ema = Ema::new(&store, 0.99).expect("averages").warmup(true);
     move_all(&store, 1);
     ema.update().expect("an update");
-    let (tensors, texts) = ema.state();
+    let (tensors, texts) = ema.state().expect("a state");
     let tensors = copies(&tensors);
     let mut other = Ema::new(&store, 0.5).expect("averages");
     other.load_state(&tensors, &texts).expect("loaded");
@@ -159,7 +159,7 @@ fn saved_averages_go_on_exactly_where_they_stopped() {
     ema.update().expect("an update");
     other.update().expect("an update");
     assert_eq!(averages(&other), averages(&ema));
-    assert_eq!(other.state().1, ema.state().1);
+    assert_eq!(other.state().expect("a state").1, ema.state().expect("a state").1);
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn averages_that_do_not_fit_are_refused_by_name_and_change_nothing() {
     let store = store(Kind::Float);
     let mut ema = Ema::new(&store, 0.9).expect("averages");
     let before = averages(&ema);
-    let (tensors, texts) = ema.state();
+    let (tensors, texts) = ema.state().expect("a state");
     let named = |name: &str, shape: &[i64]| (name.to_owned(), numbers_there(shape, 3));
     let with = |more: (String, Tensor)| {
         let kept = tensors.iter().filter(|(name, _)| *name != more.0);
@@ -232,7 +232,7 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
         let plain = Plain::of(&layers, &pipe);
         let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
         let mut own = Optimizer::new(&plain.store, Sgd::new(0.1)).expect("an optimizer");
-        let mut ema = pipe.ema(0.9).expect("averages").warmup(true).expect("set");
+        let mut ema = pipe.ema(0.9).expect("averages").warmup(true);
         let mut expected = Ema::new(&plain.store, 0.9).expect("averages").warmup(true);
         for _ in 0..3 {
             let (x, y) = ((case.input)(6), (case.target)(6));
@@ -245,7 +245,7 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
         }
         let (found, texts) = ema.state().expect("a state");
         assert_close(&found, &averages(&expected), case.name);
-        assert_eq!(texts, expected.state().1, "{}", case.name);
+        assert_eq!(texts, expected.state().expect("a state").1, "{}", case.name);
 
         let mut other = builder(layers, 2).build().expect("a pipeline");
         let mut loaded = other.ema(0.5).expect("averages");

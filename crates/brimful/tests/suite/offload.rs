@@ -9,8 +9,8 @@ use crate::support::{
 use brimful::balance;
 use brimful::loss::LossError;
 use brimful::memory::Arena;
-use brimful::optim::{Adafactor, Adam, AdamW, Method, Muon, Sgd};
-use brimful::pipeline::{Builder, Offload, PipelineError, PipelineOptimizer};
+use brimful::optim::{Adafactor, Adam, AdamW, Method, Muon, Optimizer, Sgd};
+use brimful::pipeline::{Builder, Offload, PipelineError};
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{
     Action, ActionKind, HostLinkUse, Location, MicroBatchId, Schedule, StageId,
@@ -73,7 +73,8 @@ fn every_optimizer_and_clipping_are_as_on_the_device() {
                 for seed in 0..3 {
                     let (x, y) = layers.data(7, seed);
                     pipe.backward(&x, &y, layers.loss).expect("a step");
-                    norms.push(optimizer.clip_gradient_norm(0.05).expect("a norm"));
+                    let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
+                    norms.push(norm.value().expect("a number"));
                     optimizer.update();
                 }
                 (norms, pipe.variables().expect("variables"))
@@ -483,7 +484,7 @@ const TIED: Case = Case {
 };
 
 /// Offloads both stages, with this list of actions.
-fn tied_offloaded(list: &str, updates_in_backward: bool) -> (Pipeline, PipelineOptimizer) {
+fn tied_offloaded(list: &str, updates_in_backward: bool) -> (Pipeline, Optimizer) {
     tch::manual_seed(3);
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
     let builder = builder(tied(), 1).schedule(schedule).offload(Offload::Host);
@@ -522,7 +523,7 @@ fn updates_in_the_backward_refuse_a_list_that_ends_a_stage_before_what_adds_to_i
 /// Number of operations in [`deed`], which a user may run between a backward and its step.
 const DEEDS: usize = 10;
 
-fn deed(number: usize, pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, case: &Case) {
+fn deed(number: usize, pipe: &mut Pipeline, optimizer: &mut Optimizer, case: &Case) {
     match number {
         1 => drop(optimizer.clip_gradient_norm(0.05).expect("a norm")),
         2 => optimizer.set_learning_rate(0.02).expect("a rate"),
@@ -693,7 +694,7 @@ fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
 }
 
 /// Builds four stages with optimizer in the backward and stateless SGD; returns also their initial values.
-fn updating_in_backward(builder: Builder) -> (Pipeline, PipelineOptimizer, Named) {
+fn updating_in_backward(builder: Builder) -> (Pipeline, Optimizer, Named) {
     tch::manual_seed(3);
     let mut pipe = builder.update_in_backward(true).build().expect("a pipeline");
     let optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Heading of the table; its rows follow.
-const HEADING: &str = "| module, from the ground up | its one duty |";
+const HEADING: &str = "| module, lowest level first | its one duty |";
 
 /// Modules outside the order: all fail with `error`, and `lib` re-exports all.
 const ASIDE: [&str; 2] = ["error", "lib"];

@@ -15,7 +15,7 @@ use crate::support::ranks::{
 };
 use crate::support::{Named, assert_close, copies};
 use brimful::optim::Adam;
-use brimful::pipeline::PipelineOptimizer;
+use brimful::optim::Optimizer;
 use brimful::world::WorldError;
 use brimful::{
     DeviceSpec, Error, Layers, Loss, MicroBatcher, MicroBatches, NonFinitePolicy, Pipeline, World,
@@ -173,7 +173,7 @@ fn store(
     file: &Path,
     world: &World,
     pipe: &Pipeline,
-    optimizer: &PipelineOptimizer,
+    optimizer: &Optimizer,
     done: usize,
 ) -> brimful::Result<()> {
     let mut all = pipe.variables()?;
@@ -184,11 +184,7 @@ fn store(
     world.vote("saved", written, Duration::ZERO).map(drop)
 }
 
-fn resume(
-    file: &Path,
-    pipe: &mut Pipeline,
-    optimizer: &mut PipelineOptimizer,
-) -> brimful::Result<usize> {
+fn resume(file: &Path, pipe: &mut Pipeline, optimizer: &mut Optimizer) -> brimful::Result<usize> {
     if !file.exists() {
         return Ok(0);
     }

@@ -14,8 +14,8 @@ use crate::support::{
     tests,
 };
 use brimful::memory::Arena;
-use brimful::optim::Adam;
-use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineOptimizer};
+use brimful::optim::{Adam, Ema, Optimizer};
+use brimful::pipeline::{BalanceBy, Builder, Offload};
 use brimful::schedule::{Recompute, Schedule};
 use brimful::world::WorldError;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, World};
@@ -325,17 +325,17 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
 }
 
 /// Runs some steps of training with clipping and one group with its own settings.
-fn train(pipe: &mut Pipeline, optimizer: &mut PipelineOptimizer, steps: std::ops::Range<i64>) {
+fn train(pipe: &mut Pipeline, optimizer: &mut Optimizer, steps: std::ops::Range<i64>) {
     for number in steps {
         let (x, y) = GPT.data(9, number);
         pipe.backward(&x, &y, GPT.loss).expect("a step");
-        let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
+        let norm = optimizer.clip_gradient_norm(0.05).expect("clipped").value().expect("a number");
         assert!(norm > 0.05, "it has something to clip");
         optimizer.update();
     }
 }
 
-fn optimizer(pipe: &mut Pipeline) -> PipelineOptimizer {
+fn optimizer(pipe: &mut Pipeline) -> Optimizer {
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
     // Only in one stage's rank.
     optimizer.group("table", |name| name.starts_with("wte"), Adam::new(0.1)).expect("a group");
@@ -556,13 +556,20 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
             optimizer.clip_gradient_norm(max_norm).map(drop).expect_err("below 0"),
             "max_norm",
         );
+        let plain = nn::VarStore::new(Device::Cpu);
+        (MLP.layers)().build(&plain.root()).expect("built");
+        let plain_optimizer = Optimizer::new(&plain, Adam::new(0.01)).expect("an optimizer");
+        let (none, texts) = plain_optimizer.state().expect("a state");
         let foreign =
             || vec![("foreign.momentum".to_owned(), Tensor::zeros([1], tch::kind::FLOAT_CPU))];
-        let state = if second { foreign() } else { Vec::new() };
-        let error = optimizer.load_state(&state, &Default::default()).expect_err("not its own");
+        let state = if second { foreign() } else { none };
+        let error = optimizer.load_state(&state, &texts).expect_err("not its own");
         reported(error, "foreign");
         let mut ema = pipe.ema(0.9).expect("averages");
-        let error = ema.load_state(&state, &Default::default()).expect_err("not its own");
+        let (mut averages, texts) =
+            Ema::new(&plain, 0.9).expect("averages").state().expect("a state");
+        averages.extend(second.then(foreign).into_iter().flatten());
+        let error = ema.load_state(&averages, &texts).expect_err("not its own");
         reported(error, "foreign");
         let before = copies(&pipe.variables().expect("variables"));
         let error = pipe.set_variables(foreign()).expect_err("others");
@@ -598,7 +605,7 @@ fn replicas_clip_by_one_norm() {
         for (_, mut gradient) in pipe.gradients().expect("gradients") {
             let _itself = gradient.g_mul_scalar_(1.0 + world.rank() as f64);
         }
-        let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
+        let norm = optimizer.clip_gradient_norm(0.05).expect("clipped").value().expect("a number");
         let all = world.share("norms", &norm).expect("shared");
         assert_eq!(all[0], all[1]);
     });

@@ -4,7 +4,6 @@
 use anyhow::{Result, bail};
 use brimful::micro::MemoryFormat;
 use brimful::pipeline::OffloadPlan;
-use brimful::save::Metadata;
 use brimful::schedule::Schedule;
 use brimful::{Layers, World, device};
 use brimful_report::Record;
@@ -14,6 +13,7 @@ use super::TrainOptions;
 use super::advice::FixedBytes;
 use super::offload::{self, MeasuredInputs};
 use super::pipelined::Pipelined;
+use super::updates::{Kept, Updates};
 use super::whole_model::WholeModel;
 use crate::data::Rows;
 use crate::exit::ensure_use;
@@ -21,17 +21,12 @@ use crate::named::{Comparison, Named};
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, NormStatistics};
 
-/// Saved state beside a model: the optimizer's, and that of the weight averages if there are any.
-#[derive(Debug, Default)]
-pub(super) struct Kept {
-    pub(super) optimizer: (Named, Metadata),
-    pub(super) averages: Option<(Named, Metadata)>,
-}
-
 /// A model on its devices, with its optimizer.
 pub(super) trait TrainingEngine: std::fmt::Debug {
-    /// Sets the learning rate of the next steps.
-    fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()>;
+    /// Returns the updates of the model. All ranks take part when their state is read.
+    fn updates(&self) -> &Updates;
+
+    fn updates_mut(&mut self) -> &mut Updates;
 
     /// Trains on mini-batches of inputs and targets that make one step together; `ticker` counts samples as their
     /// losses are computed.
@@ -47,9 +42,6 @@ pub(super) trait TrainingEngine: std::fmt::Debug {
     /// Returns parameters and statistics by their layers' names; changes to them change the model. In a pipeline over
     /// ranks, the first rank gets copies of the other ranks' variables.
     fn variables(&self) -> Result<Named>;
-
-    /// Returns the state kept beside the model. Collective: every rank takes part.
-    fn kept(&self) -> Result<Kept>;
 
     /// Loads the state that another run has saved. Changes nothing if it does not fit.
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()>;

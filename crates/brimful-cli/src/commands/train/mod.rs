@@ -24,6 +24,7 @@ mod stages;
 mod tested;
 mod trained_model;
 mod trainer;
+mod updates;
 mod usual;
 mod whole_model;
 

@@ -76,7 +76,7 @@ pub struct TrainOptions {
     #[arg(help = ANY_MODEL, long_help = ANY_MODELS)]
     pub(crate) model: ModelSource,
     #[arg(long, value_enum, help_heading = "Model")]
-    #[arg(help = format!("{} [default: f32; fine-tuning as stored]", words::DTYPE))]
+    #[arg(help = format!("{} [default: f32; when fine-tuning, as stored]", words::DTYPE))]
     #[arg(long_help = format!("{}{DTYPES} [default: f32; when fine-tuning, as stored]", words::DTYPE))]
     #[arg(hide_possible_values = true)]
     pub(crate) dtype: Option<NumberType>,
@@ -108,15 +108,15 @@ pub struct TrainOptions {
     pub(crate) length: Length,
     /// Random seed
     ///
-    /// Dropout masks and per-micro-batch BatchNorm also depend on the micro-batch size. Two runs are equal if they have
-    /// the same --seed and the same --micro-batch-size N
+    /// Dropout masks, and BatchNorm unless it is exact or frozen, also depend on the micro-batch size. Two runs are equal
+    /// if they have the same --seed and the same --micro-batch-size N
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = words::seed)]
     #[arg(help_heading = "Optimizer")]
     pub(crate) seed: u64,
     /// Samples per micro-batch: a number, auto or largest
     ///
     /// `auto` finds the fastest size that fits; `largest` the largest. Two runs with `auto` may use different sizes. The
-    /// gradient does not depend on the size, except through dropout and per-micro-batch BatchNorm (see --seed)
+    /// gradient depends on the size only through dropout (see --seed), and BatchNorm unless it is exact or frozen
     #[arg(long, default_value = "auto", value_name = "N", help_heading = "Memory")]
     #[arg(value_parser = words::micro_batch)]
     pub(crate) micro_batch_size: MicroBatches,

@@ -4,17 +4,18 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use brimful::memory::Memory;
-use brimful::pipeline::{Builder, OffloadPlan, PipelineEma, PipelineOptimizer};
+use brimful::pipeline::{Builder, OffloadPlan};
 use brimful::schedule::Schedule;
 use brimful::{Bytes, DeviceSpec, Layers, Pipeline, StepReport, World};
 use brimful_report::Record;
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::engine::{Kept, TrainingEngine, check_model, count, memory_format, names};
+use super::engine::{TrainingEngine, check_model, count, memory_format, names};
 use super::offload::{self, MeasuredInputs};
 use super::records;
 use super::stages::GradientDtype;
+use super::updates::{Kept, Updates};
 use crate::data::Rows;
 use crate::named::Named;
 use crate::progress::Ticker;
@@ -24,10 +25,7 @@ use crate::setting::{MeanOver, accounts, mean_loss, right};
 #[derive(Debug)]
 pub(super) struct Pipelined {
     pipeline: Pipeline,
-    optimizer: PipelineOptimizer,
-    clip_norm: Option<f64>,
-    /// Averages of the weights, if they are wanted.
-    averages: Option<PipelineEma>,
+    updates: Updates,
     kind: Kind,
     over: MeanOver,
     place: StagePlaces,
@@ -70,17 +68,14 @@ impl Pipelined {
         let builder = set_up(builder, world, options)?;
         let mut pipeline = builder.build().context("the pipeline cannot be built")?;
         pipeline.trace_transfers(records::are_wanted(options));
-        let mut optimizer = pipeline.optimizer(options.recipe.method())?;
-        optimizer.decay_only_matrices()?;
-        let averages = options.recipe.ema.map(|decay| pipeline.ema(decay)?.warmup(true));
-        let averages = averages.transpose()?;
+        let optimizer = pipeline.optimizer(options.recipe.method())?;
+        let updates = Updates::new(optimizer, &options.recipe, |decay| pipeline.ema(decay))?;
         let limit = match devices[0] {
             Device::Cpu => limit,
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
         let place = StagePlaces { offload_text, devices, ranks: world.size(), replicas };
-        let clip_norm = options.recipe.clip_norm;
-        Ok(Self { pipeline, optimizer, clip_norm, averages, kind, over, place, limit })
+        Ok(Self { pipeline, updates, kind, over, place, limit })
     }
 
     /// Computes the gradient of all these mini-batches together.
@@ -136,8 +131,12 @@ pub(super) fn set_up(builder: Builder, world: &World, options: &TrainOptions) ->
 }
 
 impl TrainingEngine for Pipelined {
-    fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
-        self.optimizer.set_learning_rate(rate)
+    fn updates(&self) -> &Updates {
+        &self.updates
+    }
+
+    fn updates_mut(&mut self) -> &mut Updates {
+        &mut self.updates
     }
 
     fn step(
@@ -147,30 +146,21 @@ impl TrainingEngine for Pipelined {
     ) -> brimful::Result<Record> {
         let start = Instant::now();
         let step = self.gradient(batches, ticker)?;
-        if let Some(length) = self.clip_norm {
-            self.optimizer.clip_gradient_norm(length)?;
-        }
-        self.optimizer.step()?;
-        self.averages.as_mut().map_or(Ok(()), PipelineEma::update)?;
-        self.optimizer.zero_grad()?;
+        self.updates.step()?;
+        self.updates.optimizer.zero_grad()?;
         Ok(Record { time: start.elapsed(), ..Record::from(step) })
     }
 
     fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
-        self.averages.as_mut().map_or(Ok(()), PipelineEma::swap_in)?;
+        self.updates.swap_in()?;
         let tested = self.judge(batch);
         // Swaps back even after an error: training continues with the weights themselves.
-        self.averages.as_mut().map_or(Ok(()), PipelineEma::swap_out)?;
+        self.updates.swap_out()?;
         tested
     }
 
     fn variables(&self) -> Result<Named> {
         Ok(self.pipeline.variables()?)
-    }
-
-    fn kept(&self) -> Result<Kept> {
-        let averages = self.averages.as_ref().map(PipelineEma::state).transpose()?;
-        Ok(Kept { optimizer: self.optimizer.state()?, averages })
     }
 
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()> {
@@ -179,11 +169,7 @@ impl TrainingEngine for Pipelined {
         if self.place.ranks == 1 {
             check_model(&here, &model)?;
         }
-        let (state, texts) = &kept.optimizer;
-        self.optimizer.load_state(state, texts)?;
-        if let (Some(averages), Some((state, texts))) = (&mut self.averages, &kept.averages) {
-            averages.load_state(state, texts)?;
-        }
+        self.updates.load(kept)?;
         Ok(self.pipeline.set_variables(model)?)
     }
 

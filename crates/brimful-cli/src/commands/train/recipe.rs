@@ -15,7 +15,7 @@ pub struct Recipe {
     #[arg(long, value_enum, default_value = "adamw", value_name = "NAME")]
     #[arg(hide_possible_values = true)]
     pub(crate) optimizer: OptimizerName,
-    /// Number format of the optimizer's averages [default: f32]
+    /// Dtype of the optimizer's averages (moments) [default: f32]
     #[arg(long, value_enum, value_name = "FORMAT", hide_short_help = true)]
     pub(crate) optimizer_state: Option<OptimizerState>,
     /// Learning rate [default: 1e-3; SGD 0.05; fine-tuning 2e-5; LoRA 2e-4]
@@ -203,7 +203,7 @@ pub(crate) enum OptimizerName {
 
 shown_as_given!(OptimizerName);
 
-/// Number format of an optimizer's averages.
+/// Dtype of an optimizer's averages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum OptimizerState {
     F32,

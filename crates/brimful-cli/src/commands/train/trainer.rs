@@ -232,7 +232,8 @@ impl Trainer {
     pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
         tch::manual_seed(seed_of(self.options.seed, self.epoch + 1, self.running.steps + 1));
-        self.engine.set_learning_rate(self.learning_rate())?;
+        let rate = self.learning_rate();
+        self.engine.updates_mut().optimizer.set_learning_rate(rate)?;
         let batches = self.bring()?;
         // With several parts, this rank's samples are not all of the step's.
         let ticker = ticker.filter(|_| self.parts == 1);

@@ -14,7 +14,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
 use super::advice::FixedBytes;
-use super::engine::{Kept, TrainingEngine, check_model, count, memory_format, names};
+use super::engine::{TrainingEngine, check_model, count, memory_format, names};
+use super::updates::{Kept, Updates};
 use crate::data::Rows;
 use crate::named::{Named, put};
 use crate::progress::Ticker;
@@ -24,10 +25,7 @@ use crate::setting::{LossModel, accounts, typed, within};
 #[derive(Debug)]
 pub(super) struct WholeModel {
     runner: Runner,
-    optimizer: Optimizer,
-    clip_norm: Option<f64>,
-    /// Averages of the weights, if they are wanted.
-    averages: Option<Ema>,
+    updates: Updates,
     devices: Vec<Device>,
     /// Memory of the first device, which holds the optimizer's state.
     memory: Memory,
@@ -67,20 +65,17 @@ impl WholeModel {
             _ => Runner::several(layers, accounts, world, options)?,
         };
         let _inside = memory.enter();
-        let mut optimizer = Optimizer::new(runner.store(), options.recipe.method())?
+        let optimizer = Optimizer::new(runner.store(), options.recipe.method())?
             .cuda_graphs(!options.no_cuda_graphs);
-        optimizer.decay_only_matrices()?;
-        let averages = options.recipe.ema.map(|decay| Ema::new(runner.store(), decay));
-        let averages = averages.transpose()?.map(|averages| averages.warmup(true));
+        let averages = |decay| Ema::new(runner.store(), decay);
+        let updates = Updates::new(optimizer, &options.recipe, averages)?;
         Ok(Self {
             kind: options.dtype().kind(),
-            clip_norm: options.recipe.clip_norm,
             fixed: FixedBytes::of(runner.store(), &options.recipe.method()),
             cuda_graphs: devices[0].is_cuda() && !options.no_cuda_graphs,
             ranks: world.size(),
             runner,
-            optimizer,
-            averages,
+            updates,
             devices,
             memory,
         })
@@ -188,8 +183,12 @@ impl Runner {
 }
 
 impl TrainingEngine for WholeModel {
-    fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
-        self.optimizer.set_learning_rate(rate)
+    fn updates(&self) -> &Updates {
+        &self.updates
+    }
+
+    fn updates_mut(&mut self) -> &mut Updates {
+        &mut self.updates
     }
 
     fn step(
@@ -201,14 +200,8 @@ impl TrainingEngine for WholeModel {
         // A CUDA graph does not call the closure when it replays, and a captured closure must do nothing on the host.
         let ticker = ticker.filter(|_| !self.cuda_graphs);
         let step = self.runner.backward(&batches, self.kind, ticker)?;
-        retry_on_oom(&self.memory, || {
-            if let Some(length) = self.clip_norm {
-                self.optimizer.clip_gradient_norm(length)?;
-            }
-            self.optimizer.step()?;
-            self.averages.as_mut().map_or(Ok(()), Ema::update)
-        })?;
-        self.optimizer.zero_grad()?;
+        retry_on_oom(&self.memory, || self.updates.step())?;
+        self.updates.optimizer.zero_grad()?;
         let mut record = Record { time: start.elapsed(), ..Record::from(step) };
         if let Some(Some(first)) = record.peaks.first_mut() {
             // The optimizer's step used the same memory.
@@ -218,14 +211,10 @@ impl TrainingEngine for WholeModel {
     }
 
     fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
-        if let Some(averages) = &mut self.averages {
-            retry_on_oom(&self.memory, || averages.swap_in())?;
-        }
+        retry_on_oom(&self.memory, || self.updates.swap_in())?;
         let tested = self.runner.evaluate(&batch, self.kind);
         // Swaps back even after an error: training continues with the weights themselves.
-        if let Some(averages) = &mut self.averages {
-            averages.swap_out()?;
-        }
+        self.updates.swap_out()?;
         tested.map(|step| (step.loss, step.outputs))
     }
 
@@ -233,20 +222,11 @@ impl TrainingEngine for WholeModel {
         Ok(self.runner.store().variables().into_iter().collect())
     }
 
-    fn kept(&self) -> Result<Kept> {
-        let averages = self.averages.as_ref().map(Ema::state);
-        Ok(Kept { optimizer: self.optimizer.state(), averages })
-    }
-
     fn load(&mut self, model: Named, kept: &Kept) -> Result<()> {
         check_model(&self.variables()?, &model)?;
-        let (state, texts) = &kept.optimizer;
         // Loads the state into the memory account in which the first step would create it, so that the limit counts
         // it.
-        retry_on_oom(&self.memory, || self.optimizer.load_state(state, texts))?;
-        if let (Some(averages), Some((state, texts))) = (&mut self.averages, &kept.averages) {
-            averages.load_state(state, texts)?;
-        }
+        retry_on_oom(&self.memory, || self.updates.load(kept))?;
         put(self.variables()?, model)
     }
 

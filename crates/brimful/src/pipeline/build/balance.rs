@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::batch::{self, Batch};
-use crate::optim::Method;
+use crate::update::Method;
 use brimful_plan::balance;
 
 /// Balance of the layers over the stages: given, or found by measurement.

@@ -14,7 +14,6 @@ use crate::Result;
 use crate::balance::Balance;
 use crate::memory::Arena;
 use crate::memory_format::{FormatChoice, MemoryFormat, has_channels};
-use crate::optim::Method;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::site::{Blueprint, StageBuild};
@@ -23,6 +22,7 @@ use crate::pipeline::worker::{Variable, Worker};
 use crate::pipeline::{Pipeline, ranks};
 use crate::random::with_step_seed;
 use crate::step::{StepState, Team};
+use crate::update::Method;
 use crate::workers::{DeviceSpec, SharedWorkers, Workers, resolved};
 use brimful_plan::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,

@@ -37,8 +37,8 @@ use tch::{Kind, Tensor};
 use crate::Result;
 use crate::accumulate::{Accumulator, Sum};
 use crate::batch::{Versions, tensor_bytes};
-use crate::optim::{OffloadedParameter, Optimizer, OptimizerPlan};
 use crate::pipeline::transfers::{HostStaging, TransferClock};
+use crate::update::{OffloadedParameter, OptimizerPart, OptimizerPlan};
 use brimful_plan::schedule::{Awaited, StageId, Transfer, TransferKind};
 use device_buffers::DeviceBuffers;
 
@@ -192,7 +192,7 @@ impl OffloadedStages {
 
     /// Makes the optimizer's state on the host, and device buffers for it and, unless stages are updated in the
     /// backward, for gradients. All parameters are on the host.
-    pub(crate) fn reserve_updates(&mut self, optimizer: &mut Optimizer) -> Result<()> {
+    pub(crate) fn reserve_updates(&mut self, optimizer: &mut OptimizerPart) -> Result<()> {
         if optimizer.parameters().next().is_none() {
             // Only the first replica's optimizer has parameters.
             return Ok(());
@@ -315,7 +315,7 @@ impl OffloadedStages {
         &mut self,
         at: usize,
         one: Transfer,
-        optimizer: Option<&mut Optimizer>,
+        optimizer: Option<&mut OptimizerPart>,
         clock: &mut TransferClock,
     ) -> Result<()> {
         if self.stages[at].is_none() || self.current == Some(at) {
@@ -349,7 +349,7 @@ impl OffloadedStages {
         &mut self,
         at: usize,
         one: Transfer,
-        optimizer: &mut Optimizer,
+        optimizer: &mut OptimizerPart,
         clock: &mut TransferClock,
     ) -> Result<()> {
         let Some(plan) = self.waiting.get(&at) else { return Ok(()) };
@@ -482,7 +482,10 @@ impl OffloadedStages {
     }
 
     /// Applies the waiting updates, and waits until all updated stages are on the host.
-    pub(crate) fn finish_updates(&mut self, mut optimizer: Option<&mut Optimizer>) -> Result<()> {
+    pub(crate) fn finish_updates(
+        &mut self,
+        mut optimizer: Option<&mut OptimizerPart>,
+    ) -> Result<()> {
         let mut clock = TransferClock::new(self.memory.device, false);
         while let Some((&at, _)) = self.waiting.first_key_value() {
             let (kind, stage) = (TransferKind::Fetch, StageId::at(at));
@@ -499,7 +502,7 @@ impl OffloadedStages {
         &mut self,
         at: usize,
         one: Transfer,
-        optimizer: Option<&mut Optimizer>,
+        optimizer: Option<&mut OptimizerPart>,
         clock: &mut TransferClock,
     ) -> Result<()> {
         if !self.waiting.contains_key(&at) {
@@ -529,7 +532,7 @@ impl OffloadedStages {
         &mut self,
         at: usize,
         accumulator: &mut Accumulator,
-        optimizer: Option<&mut Optimizer>,
+        optimizer: Option<&mut OptimizerPart>,
     ) -> Result<()> {
         let resident = self.updates.as_mut().and_then(|updates| updates.resident.remove(&at));
         let (Some(resident), Some(optimizer)) = (resident, optimizer) else { return Ok(()) };
@@ -583,7 +586,7 @@ impl OffloadedStages {
         at: usize,
         accumulator: &mut Accumulator,
         one: Transfer,
-        optimizer: Option<&mut Optimizer>,
+        optimizer: Option<&mut OptimizerPart>,
         clock: &mut TransferClock,
     ) -> Result<()> {
         let Some(stage) = &self.stages[at] else { return Ok(()) };
@@ -604,7 +607,7 @@ impl OffloadedStages {
         at: usize,
         gradients: Vec<(String, Vec<Tensor>)>,
         one: Transfer,
-        optimizer: &mut Optimizer,
+        optimizer: &mut OptimizerPart,
         clock: &mut TransferClock,
     ) -> Result<()> {
         let gradients = added_up(gradients)?;

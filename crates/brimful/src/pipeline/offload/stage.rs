@@ -13,8 +13,8 @@ use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::{Versions, tensor_bytes};
 use crate::memory::Arena;
-use crate::optim::Optimizer;
 use crate::ranks::summed_in;
+use crate::update::OptimizerPart;
 
 /// Alignment of variables in bytes, which is also that of an accelerator's allocator.
 const ALIGNMENT: usize = 256;
@@ -36,7 +36,7 @@ pub(crate) struct OffloadedVariable {
     placed: Placed,
 }
 
-/// Optimizer state of an offloaded stage in host memory.
+/// OptimizerPart state of an offloaded stage in host memory.
 #[derive(Debug)]
 struct HostState {
     buffer: HostBuffer,
@@ -63,7 +63,7 @@ pub(crate) struct OffloadedStage {
     own: usize,
     /// Bytes of a device buffer that this stage needs.
     pub(crate) buffer_bytes: usize,
-    /// Optimizer state; none before the first training step with an optimizer.
+    /// OptimizerPart state; none before the first training step with an optimizer.
     state: Option<HostState>,
     /// Events at which the weights, and the state, of the last update have reached the host.
     pub(crate) updated_weights: Option<Arc<Event>>,
@@ -234,7 +234,7 @@ impl OffloadedStage {
     }
 
     /// Returns whether all of the optimizer's state of this part is in the stage's host buffer.
-    pub(crate) fn has_state(&self, part: usize, optimizer: &Optimizer) -> bool {
+    pub(crate) fn has_state(&self, part: usize, optimizer: &OptimizerPart) -> bool {
         let tensors = self.state.iter().flat_map(|state| &state.tensors);
         let held: HashSet<_> = tensors.map(|placed| placed.on_host.data_ptr()).collect();
         optimizer.has_states(part, |tensor| held.contains(&tensor.data_ptr()))
@@ -244,7 +244,7 @@ impl OffloadedStage {
     pub(crate) fn hold_state(
         &mut self,
         part: usize,
-        optimizer: &mut Optimizer,
+        optimizer: &mut OptimizerPart,
         memory: &HostMemory,
     ) -> Result<()> {
         if self.has_state(part, optimizer) {

@@ -52,6 +52,17 @@ impl Ranks {
         Ok(Self { team, replicas_here, workers, ties: Arc::default(), has_ties: false })
     }
 
+    /// Returns the ranks of a model that is in no pipeline.
+    pub(crate) fn alone() -> Self {
+        Self {
+            team: Team::alone(),
+            replicas_here: 1,
+            workers: Arc::new([0]),
+            ties: Arc::default(),
+            has_ties: false,
+        }
+    }
+
     pub(crate) fn world(&self) -> &World {
         &self.team.world
     }

@@ -331,7 +331,7 @@ impl WorkerRun {
         if !self.is_lent(at) {
             return Ok(site.run(at, input, self.rng(i), trains));
         }
-        // A layer that writes into its input would change the user's mini-batch, for retries too.
+        // A layer that writes into its input would change the user's mini-batch, so a retry would see changed data.
         let lent = input.share();
         let before = Versions::of(lent.all());
         let output = site.run(at, input, self.rng(i), trains);

@@ -20,12 +20,12 @@ use tch::{Device, Tensor};
 use crate::Result;
 use crate::copy_streams::CopyStreams;
 use crate::memory_format::with_channels_last;
-use crate::optim::Optimizer;
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::stage_layout::StageLayout;
 use crate::pipeline::transfers::{HostStaging, StageTransfer, TransferClock};
 use crate::random::{Generator, StepRng};
 use crate::step::NonFinitePolicy;
+use crate::update::OptimizerPart;
 use brimful_plan::schedule::{Action, Location, StageId, StageLocation, Transfer, Transfers};
 
 /// Device and stages of a worker, with all that its steps run on.
@@ -51,7 +51,7 @@ pub(crate) struct Site {
     pub(crate) unmanaged: Vec<Tensor>,
     /// Offloaded stages of this worker; none if all stay on the device.
     pub(crate) offloaded: Option<OffloadedStages>,
-    pub(crate) optimizer: Option<Optimizer>,
+    pub(crate) optimizer: Option<OptimizerPart>,
     /// Cache of activations that wait at a barrier; none if the device's memory is not counted, or if
     /// stages are offloaded: their boundaries wait where the user has set.
     pub(crate) cache: Option<ActivationCache>,

@@ -1,10 +1,6 @@
-//! State of a pipeline between steps: variables, optimizers and averages, with their access, saving and
-//! loading.
+//! State of a pipeline between steps: variables, and the parts of optimizers and averages.
 
-mod ema;
-mod optimizer;
-mod optimizer_state;
-mod saved;
+mod parts;
+mod variables;
 
-pub use ema::PipelineEma;
-pub use optimizer::PipelineOptimizer;
+pub(crate) use parts::{clip_worker_gradients, made_optimizer, settled_ema, settled_optimizer};

@@ -13,12 +13,12 @@ use tch::nn::VarStore;
 use crate::Result;
 use crate::memory::Memory;
 use crate::memory_format::convert_convolutions;
-use crate::optim::{Ema, OptimizerPlan};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::run::WorkerRun;
 use crate::pipeline::site::{Blueprint, Site};
 use crate::step::{StoreAttempt, Undo, UnmanagedStatistics};
+use crate::update::{EmaPart, OptimizerPlan};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{HostLinkUse, Span};
 
@@ -29,7 +29,7 @@ pub(crate) struct Worker {
     pub(crate) site: Site,
     pub(crate) variables: Variables,
     pub(crate) memory: Option<Memory>,
-    pub(crate) ema: Option<Ema>,
+    pub(crate) ema: Option<EmaPart>,
     /// BatchNorm layers that update their statistics at every run, such as tch's own.
     pub(crate) unmanaged: UnmanagedStatistics,
     pub(crate) store: VarStore,

@@ -7,6 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use brimful_torch::autograd::set_gradient;
 use brimful_torch::foreach;
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
@@ -119,6 +120,10 @@ impl Variables {
     pub(crate) fn followed(&mut self) {
         let list = &self.list;
         self.shared.iter_mut().for_each(|(at, seen)| *seen = VariableMark::of(&list[*at].tensor));
+    }
+
+    pub(crate) fn zero_grad(&self) -> Result<()> {
+        self.list.iter().try_for_each(|v| Ok(set_gradient(&mut v.tensor.shallow_clone(), None)?))
     }
 
     /// Returns all variables, copies included.

@@ -1,7 +1,6 @@
 //! Variables by name: lists, copies, assigned values, and cleared gradients.
 
 use brimful::optim::Optimizer;
-use brimful::pipeline::PipelineOptimizer;
 use brimful_torch::autograd::set_gradient;
 use tch::Tensor;
 use tch::nn::VarStore;
@@ -56,21 +55,12 @@ pub fn clear(store: &VarStore) {
     }
 }
 
-/// Optimizer of one model, or of a pipeline's stages.
+/// A step of training: the optimizer's step, and cleared gradients.
 pub trait Update {
-    /// Runs a step and clears the gradients.
     fn update(&mut self);
 }
 
 impl Update for Optimizer {
-    #[track_caller]
-    fn update(&mut self) {
-        self.step().expect("a step");
-        self.zero_grad().expect("cleared");
-    }
-}
-
-impl Update for PipelineOptimizer {
     #[track_caller]
     fn update(&mut self) {
         self.step().expect("a step");

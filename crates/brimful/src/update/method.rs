@@ -88,7 +88,7 @@ impl Method {
     }
 
     /// Returns this method without weight decay.
-    pub(super) fn without_decay(self) -> Self {
+    pub(crate) fn without_decay(self) -> Self {
         of_method!(self, config => config.weight_decay(0.0).into())
     }
 

@@ -324,7 +324,7 @@ fn empty_beside(tensor: &Tensor, kind: Kind, in_place: bool) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optim::{Adafactor, AdamW, Muon, Sgd};
+    use crate::update::{Adafactor, AdamW, Muon, Sgd};
 
     #[test]
     fn the_factor_of_a_number_type_is_what_a_parameter_of_it_takes() {

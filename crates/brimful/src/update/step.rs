@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::OptimError;
 use super::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
 use super::state::{self, Moment, ParameterState, refresh_scratch};
-use super::{Method, Optimizer, Parameter};
+use super::{Method, OptimizerPart, Parameter};
 use crate::Result;
 
 /// Part of a step for one parameter.
@@ -95,14 +95,9 @@ impl OptimizerPlan {
     }
 }
 
-impl Optimizer {
-    /// Updates every parameter that has a gradient. Those without one, and frozen ones, stay unchanged,
-    /// with their state.
-    ///
-    /// # Errors
-    /// When memory runs out, or a gradient is sparse: parameters, state and step counters are unchanged
-    /// then.
-    pub fn step(&mut self) -> Result<()> {
+impl OptimizerPart {
+    /// Updates every parameter that has a gradient, or none if that fails.
+    pub(crate) fn step(&mut self) -> Result<()> {
         if self.step_again()? {
             return Ok(());
         }

@@ -6,7 +6,6 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use brimful_torch::autograd::set_gradient;
 use tch::Tensor;
 
 use crate::Result;
@@ -25,7 +24,7 @@ impl Pipeline {
     ///
     /// Waits for the last update. Later updates and steps write to the variables of offloaded stages while
     /// the caller goes on: a caller that keeps them must call
-    /// [`PipelineOptimizer::wait`](crate::pipeline::PipelineOptimizer::wait) after every optimizer step
+    /// [`Optimizer::wait`](crate::optim::Optimizer::wait) after every optimizer step
     /// before it reads them.
     ///
     /// In a world, all ranks call it: rank 0 gets all variables, with copies of the others', and each other
@@ -54,7 +53,7 @@ impl Pipeline {
     /// # Errors
     /// When a worker has ended.
     pub fn zero_grad(&mut self) -> Result<()> {
-        zero_grad(&self.workers())
+        self.workers().all(|worker| worker.variables.zero_grad()).map(drop)
     }
 
     /// Freezes the parameters whose names satisfy `which`: they get no gradients, and optimizers skip them.
@@ -131,14 +130,6 @@ impl Pipeline {
         };
         self.ranks.all_or_none("freeze", || workers.each_or_error(chosen, set)).map(drop)
     }
-}
-
-pub(crate) fn zero_grad(workers: &Workers<Worker>) -> Result<()> {
-    let cleared = workers.all(|worker| {
-        let mut all = worker.variables.all();
-        all.try_for_each(|v| Ok(set_gradient(&mut v.tensor.shallow_clone(), None)?))
-    });
-    cleared.map(drop)
 }
 
 /// Applies `of` to every variable that is not a copy, by worker.

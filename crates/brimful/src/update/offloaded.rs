@@ -3,7 +3,7 @@
 use tch::{Device, Tensor};
 
 use super::state::ParameterState;
-use super::{Optimizer, Parameter};
+use super::{OptimizerPart, Parameter};
 use crate::Result;
 use crate::memory::Arena;
 
@@ -27,7 +27,7 @@ impl Parameter {
     }
 }
 
-impl Optimizer {
+impl OptimizerPart {
     /// Returns whether every parameter of this part has a state that fits it, and `held` is true of all its tensors.
     pub(crate) fn has_states(&self, part: usize, held: impl Fn(&Tensor) -> bool) -> bool {
         let mut parameters = self.parameters.iter().filter(|parameter| parameter.is_of(Some(part)));

@@ -10,7 +10,7 @@ use brimful_torch::stream::Stream;
 use tch::{Device, Kind, Tensor};
 
 use super::captured_step::{Captured, OptimizerGraphs};
-use super::{Optimizer, Parameter, ParameterGroup, state};
+use super::{OptimizerPart, Parameter, ParameterGroup, state};
 use crate::oom::catch_unseen;
 use crate::{Error, Result};
 
@@ -19,19 +19,14 @@ const CALM_STEPS: usize = 2;
 /// Largest number of captures: where tensors move again and again, captures cost more than they save.
 const MOST_CAPTURES: usize = 8;
 
-impl Optimizer {
-    /// On CUDA, captures a step as a CUDA graph and replays it while parameters, gradients and state keep
-    /// their addresses: one launch, without the host's work for each kernel. No effect on other devices.
-    ///
-    /// The result differs by no more than the rounding of the learning rate to f32.
-    #[must_use]
-    pub fn cuda_graphs(mut self, wanted: bool) -> Self {
+impl OptimizerPart {
+    /// Sets whether steps are captured and replayed on CUDA.
+    pub(crate) fn set_cuda_graphs(&mut self, wanted: bool) {
         self.graphs = OptimizerGraphs { wanted, ..OptimizerGraphs::default() };
-        self
     }
 
     /// Returns the number of steps that were replayed.
-    pub fn replayed(&self) -> usize {
+    pub(crate) fn replayed(&self) -> usize {
         self.graphs.replayed
     }
 

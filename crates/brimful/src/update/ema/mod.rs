@@ -1,53 +1,30 @@
-//! Exponential moving averages of a model's weights, which often evaluate better than the last weights.
-//!
-//! ```
-//! use brimful::optim::{Ema, Optimizer, Sgd};
-//! use tch::{Device, Kind, Tensor, nn, nn::Module};
-//!
-//! let store = nn::VarStore::new(Device::Cpu);
-//! let model = nn::linear(store.root(), 4, 2, Default::default());
-//! let mut optimizer = Optimizer::new(&store, Sgd::new(0.1))?;
-//! let mut ema = Ema::new(&store, 0.999)?.warmup(true);
-//!
-//! let x = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
-//! model.forward(&x).square().mean(Kind::Float).backward();
-//! optimizer.step()?;
-//! ema.update()?;
-//!
-//! ema.swap_in()?; // evaluate with the averages,
-//! ema.swap_out()?; // and train on with the model's own weights
-//! # Ok::<(), brimful::Error>(())
-//! ```
+//! Exponential moving averages of one thread's variables.
 
-mod saved;
 mod update;
+
+use std::collections::BTreeMap;
 
 use brimful_torch::arena::ArenaGuard;
 use brimful_torch::foreach;
 use brimful_torch::optim::fits;
-use tch::{Tensor, nn};
+use tch::Tensor;
 
-use super::check_named;
 use super::number_options::within;
-use crate::Result;
+use super::{OptimError, check_named};
 use crate::memory::Arena;
 use crate::ranks::summed_in;
+use crate::{Error, Result};
 
-/// Exponential moving averages of a model's variables: *average ← decay · average + (1 − decay) · weight*.
-///
-/// The average of an f16 or bf16 weight is in f32. A variable without a gradient, such as the running
-/// statistics of norms or a frozen parameter, is not averaged but copied. The averages are allocated in the
-/// memory that the caller has entered.
+/// Averages of one thread's variables: see [`Ema`](crate::optim::Ema).
 #[derive(Debug)]
-pub struct Ema {
+pub(crate) struct EmaPart {
     averages: Vec<Average>,
-    decay: f64,
-    warmup: bool,
-    /// Number of updates of the averages.
-    updates: u64,
     /// The model's own weights while the averages are swapped in, in the order of the averages.
     own: Option<Vec<Tensor>>,
 }
+
+/// Saved averages in the order of these, in memory of their own.
+pub(crate) struct ReadEma(Vec<Tensor>);
 
 /// Variable and its average.
 #[derive(Debug)]
@@ -59,31 +36,12 @@ struct Average {
     offload: Option<Arena>,
 }
 
-impl Ema {
-    /// Begins averages of the store's variables at their present values. Variables that are created later
-    /// are not included.
-    ///
-    /// # Errors
-    /// When the decay is not in 0..1, or memory runs out.
-    pub fn new(store: &nn::VarStore, decay: f64) -> Result<Self> {
-        Self::for_named(store.variables().into_iter().collect(), decay)
-    }
-
-    /// Begins averages of these variables.
-    ///
-    /// # Errors
-    /// When two have the same name, the decay is not in 0..1, or memory runs out.
-    pub fn for_named(named: Vec<(String, Tensor)>, decay: f64) -> Result<Self> {
-        Self::with_offload(named, decay, |_| None)
-    }
-
+impl EmaPart {
     /// Begins averages of these variables, each charged to the arena that `offload` returns for its name.
-    pub(crate) fn with_offload(
+    pub(crate) fn new(
         mut named: Vec<(String, Tensor)>,
-        decay: f64,
         offload: impl Fn(&str) -> Option<Arena>,
     ) -> Result<Self> {
-        check_decay(decay)?;
         check_named(&named)?;
         named.sort_by(|(a, _), (b, _)| a.cmp(b));
         let average = |(name, variable): (String, Tensor)| {
@@ -91,36 +49,20 @@ impl Ema {
             Average::of(name, variable, offload)
         };
         let averages = tch::no_grad(|| named.into_iter().map(average).collect::<Result<_>>())?;
-        Ok(Self { averages, decay, warmup: false, updates: 0, own: None })
-    }
-
-    /// Sets whether to begin with a smaller decay, so that the first weights are soon forgotten: the decay of
-    /// update *t*, counted from 0, is at most *(1 + t) / (10 + t)*.
-    #[must_use]
-    pub fn warmup(self, warmup: bool) -> Self {
-        Self { warmup, ..self }
-    }
-
-    pub(crate) fn set_warmup(&mut self, warmup: bool) {
-        self.warmup = warmup;
-    }
-
-    /// Returns the number of updates of the averages.
-    pub fn updates(&self) -> u64 {
-        self.updates
+        Ok(Self { averages, own: None })
     }
 
     /// Returns the averages with the names of their variables, sorted by name.
-    pub fn averages(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+    pub(crate) fn averages(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.averages.iter().map(|average| (average.name.as_str(), &average.value))
     }
 
-    /// Swaps the averages into the model. Keeps the model's own weights until [`Ema::swap_out`]; until then
-    /// there is no update. Does nothing if the averages are swapped in already.
-    ///
-    /// # Errors
-    /// When memory runs out; the model is unchanged then.
-    pub fn swap_in(&mut self) -> Result<()> {
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.averages.iter().map(|average| average.name.clone()).collect()
+    }
+
+    /// Swaps the averages into the model; changes nothing if that fails.
+    pub(crate) fn swap_in(&mut self) -> Result<()> {
         if self.own.is_some() {
             return Ok(());
         }
@@ -136,16 +78,49 @@ impl Ema {
         Ok(foreach::copy(&variables, &values(&self.averages))?)
     }
 
-    /// Restores the model's own weights, to the last bit. Does nothing if they are in place.
-    ///
-    /// # Errors
-    /// When libtorch refuses.
-    pub fn swap_out(&mut self) -> Result<()> {
+    /// Restores the model's own weights. Does nothing if they are in place.
+    pub(crate) fn swap_out(&mut self) -> Result<()> {
         let Some(own) = &self.own else { return Ok(()) };
         let _no_grad = tch::no_grad_guard();
         foreach::copy(&weights(&self.averages)?, own)?;
         self.own = None;
         Ok(())
+    }
+
+    /// Reads saved averages into new memory. All of loading that can fail is here.
+    ///
+    /// # Errors
+    /// When names or shapes differ, the averages are swapped in, or memory runs out.
+    pub(crate) fn read(&self, tensors: &[(String, Tensor)]) -> Result<ReadEma> {
+        if self.own.is_some() {
+            return Err(OptimError::AveragesInPlace.into());
+        }
+        let _no_grad = tch::no_grad_guard();
+        let mut left: BTreeMap<&str, &Tensor> =
+            tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let mut found = Vec::new();
+        for average in &self.averages {
+            let Average { name, value, .. } = average;
+            let saved = left.remove(name.as_str());
+            let saved =
+                saved.ok_or_else(|| averages_mismatch(name, "missing".into(), shape(value)))?;
+            if saved.size() != value.size() {
+                return Err(averages_mismatch(name, shape(saved), shape(value)));
+            }
+            let _charged = average.enter_host_arena();
+            let mut copy = value.f_empty_like()?;
+            copy.f_copy_(saved)?;
+            found.push(copy);
+        }
+        match left.first_key_value() {
+            Some((name, tensor)) => Err(averages_mismatch(name, shape(tensor), "missing".into())),
+            None => Ok(ReadEma(found)),
+        }
+    }
+
+    /// Replaces the averages with those that were read.
+    pub(crate) fn take(&mut self, ReadEma(values): ReadEma) {
+        self.averages.iter_mut().zip(values).for_each(|(average, value)| average.value = value);
     }
 }
 
@@ -183,6 +158,15 @@ fn weights<'a>(averages: impl IntoIterator<Item = &'a Average>) -> Result<Vec<Te
     averages.into_iter().map(|average| Ok(average.variable.f_detach()?)).collect()
 }
 
-fn check_decay(decay: f64) -> Result<()> {
+/// Checks the decay of averages.
+pub(crate) fn check_decay(decay: f64) -> Result<()> {
     within("decay", decay, (0.0..1.0).contains(&decay), "give a number of at least 0 and below 1")
+}
+
+fn shape(tensor: &Tensor) -> String {
+    format!("of shape {:?}", tensor.size())
+}
+
+pub(crate) fn averages_mismatch(name: &str, saved: String, here: String) -> Error {
+    OptimError::AveragesMismatch { name: name.into(), saved, here }.into()
 }

@@ -15,6 +15,10 @@ const EPS: f64 = 1e-6;
 pub struct GradientNorm(Tensor);
 
 impl GradientNorm {
+    pub(crate) fn of(norm: f64) -> Self {
+        Self(Tensor::from(norm))
+    }
+
     /// Returns the number, which waits for the device.
     ///
     /// # Errors

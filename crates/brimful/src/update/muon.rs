@@ -13,7 +13,7 @@ use crate::Result;
 /// rate, weight decay and state format.
 ///
 /// Embeddings and heads are matrices too, but AdamW suits them better: make them a group
-/// ([`Optimizer::group`](super::Optimizer::group)).
+/// ([`Optimizer::group`](crate::optim::Optimizer::group)).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[must_use]
 pub struct Muon {

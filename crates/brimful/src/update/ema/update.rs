@@ -3,25 +3,15 @@
 use brimful_torch::foreach;
 use tch::{Device, Kind, Tensor};
 
-use super::{Average, Ema, values, weights};
+use super::{Average, EmaPart, values, weights};
 use crate::Result;
-use crate::optim::OptimError;
-use crate::optim::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
+use crate::update::OptimError;
+use crate::update::scratch::{ScratchPiece, convert, scratch_elements, scratch_for};
 
 /// Weights whose dtype or strides differ from their averages', converted together per dtype and device.
 type Converted<'a> = ScratchPiece<(Kind, Device), &'a Average>;
 
-impl Ema {
-    /// Updates the averages from the weights. Call it after every step of the optimizer; the host does not
-    /// wait for the device.
-    ///
-    /// # Errors
-    /// When the averages are swapped in, or memory runs out: they are unchanged then.
-    pub fn update(&mut self) -> Result<()> {
-        let scratch = self.prepare()?;
-        self.commit(&scratch)
-    }
-
+impl EmaPart {
     /// Allocates the scratch space for weights that must be converted. All that can fail is here.
     pub(crate) fn prepare(&self) -> Result<Vec<Tensor>> {
         match self.own {
@@ -31,9 +21,8 @@ impl Ema {
     }
 
     /// Updates the averages without allocating.
-    pub(crate) fn commit(&mut self, scratch: &[Tensor]) -> Result<()> {
+    pub(crate) fn commit(&mut self, scratch: &[Tensor], decay: f64) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        let decay = self.decay_now();
         let alike: Vec<_> = self.averaged().filter(|average| average.is_alike()).collect();
         follow(&alike, &weights(alike.iter().copied())?, decay)?;
         for Converted { items, key: (kind, _), .. } in self.converted() {
@@ -42,9 +31,7 @@ impl Ema {
             follow(&items, &convert(&weights, &like, kind, scratch)?, decay)?;
         }
         let copied = || self.averages.iter().filter(|copied| !copied.is_averaged());
-        foreach::copy(&values(copied()), &weights(copied())?)?;
-        self.updates += 1;
-        Ok(())
+        Ok(foreach::copy(&values(copied()), &weights(copied())?)?)
     }
 
     fn averaged(&self) -> impl Iterator<Item = &Average> {
@@ -59,12 +46,6 @@ impl Ema {
             ScratchPiece::put(&mut pieces, place, average, scratch_elements(&average.value));
         }
         pieces
-    }
-
-    /// Returns the decay of the next update.
-    fn decay_now(&self) -> f64 {
-        let before = self.updates as f64;
-        if self.warmup { self.decay.min((1.0 + before) / (10.0 + before)) } else { self.decay }
     }
 }
 

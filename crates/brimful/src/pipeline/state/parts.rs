@@ -1,0 +1,109 @@
+//! Workers' parts of an optimizer and of averages, which `optim` makes one of.
+
+use brimful_torch::foreach;
+use tch::Tensor;
+
+use crate::Result;
+use crate::pipeline::Pipeline;
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::offload::OffloadedStages;
+use crate::pipeline::ranks::Ranks;
+use crate::pipeline::worker::Worker;
+use crate::update::{
+    EmaPart, GradientNorm, Method, OptimError, OptimizerPart, check_max_norm, clip_factor,
+};
+use crate::workers::{SharedWorkers, Workers};
+
+impl Pipeline {
+    /// Returns the workers and ranks, for parts of an optimizer or of averages.
+    pub(crate) fn shared(&self) -> (SharedWorkers<Worker>, Ranks) {
+        (self.workers.clone(), self.ranks.clone())
+    }
+
+    /// Makes each worker's part of an optimizer of the parameters that the worker owns.
+    pub(crate) fn make_optimizers(&self, method: Method) -> Result<()> {
+        let make = move |worker: &mut Worker| {
+            let owned = worker.variables.owned().filter(|variable| variable.trainable);
+            let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
+            worker.offload_all()?;
+            let mut optimizer = OptimizerPart::of_named(named, method)?;
+            if let Some(offloaded) = &mut worker.site.offloaded {
+                optimizer.set_offloaded(|name| offloaded.offload_of(name));
+                offloaded.forget_states();
+            }
+            worker.site.optimizer = Some(optimizer);
+            Ok(())
+        };
+        self.ranks.all_or_none("optimizer", || self.workers().all(make)).map(drop)
+    }
+
+    /// Makes each worker's part of averages of the variables that the worker owns.
+    pub(crate) fn make_averages(&self) -> Result<()> {
+        let make = |worker: &mut Worker| {
+            worker.offload_all()?;
+            let owned = worker.variables.owned();
+            let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
+            let offloaded = worker.site.offloaded.as_ref();
+            let arena = |name: &str| offloaded?.offload_of(name)?.arena;
+            worker.ema = Some(EmaPart::new(named, arena)?);
+            Ok(())
+        };
+        self.ranks.all_or_none("averages", || self.workers().all(make)).map(drop)
+    }
+}
+
+/// Returns the worker's part of the optimizer, after its last update, to read or replace its state.
+pub(crate) fn settled_optimizer(worker: &mut Worker) -> Result<&mut OptimizerPart> {
+    worker.offload_all()?;
+    made_optimizer(worker)
+}
+
+/// Returns the worker's part of the optimizer, whose last step may still wait.
+pub(crate) fn made_optimizer(worker: &mut Worker) -> Result<&mut OptimizerPart> {
+    Ok(worker.site.optimizer.as_mut().expect("it was made on every worker"))
+}
+
+/// Returns the worker's part of the averages, after the weights' last update.
+pub(crate) fn settled_ema(worker: &mut Worker) -> Result<&mut EmaPart> {
+    worker.offload_all()?;
+    Ok(worker.ema.as_mut().expect("it was made on every worker"))
+}
+
+/// Clips the gradients of all stages together. Returns their norm before clipping.
+pub(crate) fn clip_worker_gradients(
+    workers: &Workers<Worker>,
+    ranks: &Ranks,
+    max_norm: f64,
+) -> Result<GradientNorm> {
+    let norms = workers.all(move |worker| {
+        check_max_norm(max_norm)?;
+        let offloaded = worker.site.offloaded.as_ref();
+        if let stages @ 1.. = offloaded.map_or(0, OffloadedStages::without_gradients) {
+            return Err(PipelineError::ClippedInBackward { stages }.into());
+        }
+        let gradients = gradients(worker)?;
+        let norm = (!gradients.is_empty()).then(|| foreach::norm(&gradients)).transpose()?;
+        let parameters = made_optimizer(worker)?.parameters().count();
+        Ok((parameters, norm.map(|norm| norm.f_double_value(&[])).transpose()?))
+    });
+    let norms = ranks.of_workers("clip", norms)?;
+    let parameters = norms.iter().map(|(count, _)| count).sum();
+    if norms.iter().all(|(_, norm)| norm.is_none()) {
+        return Err(OptimError::NoGradient { parameters }.into());
+    }
+    let norm = norms.iter().filter_map(|(_, norm)| *norm).fold(0.0, f64::hypot);
+    let factor = clip_factor(norm, max_norm);
+    let scale = move |worker: &mut Worker| match &*gradients(worker)? {
+        [] => Ok(()),
+        gradients => Ok(foreach::scale(gradients, factor)?),
+    };
+    ranks.all_or_none("clip", || workers.all(scale))?;
+    Ok(GradientNorm::of(norm))
+}
+
+/// Returns the gradients of the worker's parameters, after its last update.
+fn gradients(worker: &mut Worker) -> Result<Vec<Tensor>> {
+    worker.finish_updates()?;
+    let all = made_optimizer(worker)?.parameters().map(|(_, tensor)| tensor.grad());
+    Ok(all.filter(Tensor::defined).collect())
+}
