@@ -74,10 +74,10 @@ pub(crate) struct OffloadOptions {
     output: Output,
 }
 
-/// Number formats of an offloaded update.
+/// Dtypes of an offloaded update.
 #[derive(Debug, Clone, Copy, Args)]
 struct OffloadedUpdate {
-    /// Number format of the optimizer's averages
+    /// Dtype of the optimizer's averages (moments)
     #[arg(long, value_enum, value_name = "FORMAT", default_value = "f32")]
     optimizer_state: OptimizerState,
     /// Round gradients to bf16 on their way to the host

@@ -58,7 +58,8 @@ pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto,
 /// Long help of `--schedule` for a schedule that is executed.
 pub const SCHEDULES: &str = "\
     Pipeline schedule: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, interleaved-zero-bubble-V, \
-    zero-bubble-v, or one made from measured times: auto, auto-interleaved-V, auto-v. V is the number of stages per device";
+    zero-bubble-v, or one made from measured times: auto, auto-interleaved-V, auto-v. V stands for the number of stages \
+    per device, as in interleaved-2";
 
 pub const RECOMPUTE: &str = "Activation recomputation: never, except-last, always";
 

@@ -158,7 +158,7 @@ pub fn hidden_out_of_memory_is_warned_of(make: Make, world: &World) {
     });
     // In a pipeline over ranks, only the rank with the last stage sees it.
     let sees = engine.about().arenas.iter().any(|arena| Arena::refusals(arena) > 0);
-    let warned = log.matches("let it pass out-of-memory on").count();
+    let warned = log.matches("was caught inside the closure").count();
     assert_eq!(warned, usize::from(sees), "{}: {log}", engine.about().name);
     assert!(sees || world.size() > 1, "{}", engine.about().name);
 }

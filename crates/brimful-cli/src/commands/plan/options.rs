@@ -134,7 +134,7 @@ pub(super) struct MeasuredModel {
     #[arg(hide_possible_values = true)]
     pub(super) optimizer: Option<OptimizerName>,
 
-    /// Number format of the optimizer's averages [default: f32]
+    /// Dtype of the optimizer's averages (moments) [default: f32]
     #[arg(long, value_enum, value_name = "FORMAT", requires = "optimizer")]
     pub(super) optimizer_state: Option<OptimizerState>,
 
