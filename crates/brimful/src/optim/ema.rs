@@ -62,8 +62,7 @@ impl Pipeline {
     /// # Errors
     /// As [`Ema::new`].
     pub fn ema(&mut self, decay: f64) -> Result<Ema> {
-        check_decay(decay)?;
-        self.make_averages()?;
+        self.make_averages(decay)?;
         Ok(Ema::of(Parts::of_workers(self), decay))
     }
 }
@@ -103,8 +102,8 @@ impl Ema {
         self.updates
     }
 
-    /// Returns the averages with the names of their variables, sorted by name. The next update changes them. In a
-    /// world, rank 0 gets all of them, the others their own.
+    /// Returns the averages with the names of their variables, sorted by name. The next update changes them. Of a
+    /// pipeline over ranks, rank 0 gets all of them, the others their own.
     ///
     /// # Errors
     /// When a worker has ended.

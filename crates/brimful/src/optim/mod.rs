@@ -34,6 +34,8 @@ mod ema;
 mod parts;
 mod saved;
 
+use std::collections::HashSet;
+
 use tch::{Tensor, nn};
 
 pub use crate::update::{
@@ -133,20 +135,19 @@ impl Optimizer {
     /// # Errors
     /// When a step was taken already, or the group exists. No group is created then.
     pub fn decay_only_matrices(&mut self) -> Result<()> {
-        let vectors = {
-            let mut parts = self.parts.lock()?;
-            let checked = parts.all(settled_optimizer, |part| {
-                part.check_group(NO_DECAY_GROUP, &[], &part.default_method())?;
-                Ok((part.vectors(), part.default_method()))
-            });
-            parts.ranks.of_workers("weight decay", checked)?
-        };
-        let is_vector =
-            |name: &str| vectors.iter().any(|(names, _)| names.iter().any(|n| n == name));
-        match vectors.iter().find(|(names, _)| !names.is_empty()) {
-            Some((_, method)) => self.group(NO_DECAY_GROUP, is_vector, method.without_decay()),
-            None => Ok(()),
+        let mut parts = self.parts.lock()?;
+        let vectors = parts.all(settled_optimizer, |part| {
+            part.check_group(NO_DECAY_GROUP, &[], &part.default_method())?;
+            Ok(part.vectors())
+        });
+        let vectors = parts.ranks.of_workers("weight decay", vectors)?;
+        let vectors: HashSet<String> = vectors.into_iter().flatten().collect();
+        if vectors.is_empty() {
+            return Ok(());
         }
+        let methods = parts.all(settled_optimizer, |part| Ok(part.default_method()))?;
+        drop(parts);
+        self.group(NO_DECAY_GROUP, |name| vectors.contains(name), methods[0].without_decay())
     }
 
     /// Updates every parameter that has a gradient, on all devices or on none. Those without one, and frozen ones,
@@ -197,7 +198,7 @@ impl Optimizer {
     }
 
     /// Scales the gradients down together if their 2-norm exceeds `max_norm`: see
-    /// [`clip_gradient_norm`]. The host waits for a pipeline's norm.
+    /// [`clip_gradient_norm`]. In a pipeline, the host waits for the norm.
     ///
     /// # Errors
     /// As for [`clip_gradient_norm`]; and with updates in the backward

@@ -1,5 +1,6 @@
 //! Parts of an optimizer or of averages: one for a store, or one for each worker of a pipeline.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -153,15 +154,15 @@ impl<P: 'static> LockedParts<'_, P> {
         // Workers of further replicas in this process have a part too, without names.
         let here = if self.ranks.is_alone() { 0..names.len() } else { self.ranks.here() };
         let mut states: Vec<State> = names.iter().map(|_| State::default()).collect();
-        let part = |owner: &str| {
-            let has = |names: &Vec<String>| names.iter().any(|name| name == owner);
-            names.iter().position(has).unwrap_or(here.start)
-        };
+        let owners: HashMap<&str, usize> = (names.iter().enumerate())
+            .flat_map(|(part, names)| names.iter().map(move |name| (name.as_str(), part)))
+            .collect();
+        let part = |owner: &str| owners.get(owner).copied().unwrap_or(here.start);
         for (name, tensor) in tensors {
             states[part(owner_of.0(name))].0.push((name.clone(), tensor.shallow_clone()));
         }
         for (key, text) in metadata {
-            let mut put = |state: &mut State| drop(state.1.insert(key.clone(), text.clone()));
+            let put = |state: &mut State| drop(state.1.insert(key.clone(), text.clone()));
             match owner_of.1(key) {
                 Some(owner) => put(&mut states[part(owner)]),
                 None => states.iter_mut().for_each(put),

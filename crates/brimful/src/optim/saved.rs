@@ -12,7 +12,7 @@ use crate::update::OptimizerPart;
 
 impl Optimizer {
     /// Returns the whole state: tensors by name, and texts for the rest. The tensors are the optimizer's
-    /// own, which its next step changes. In a world, rank 0 gets all of it, the others their own parts.
+    /// own, which its next step changes. Of a pipeline over ranks, rank 0 gets all of it, the others their own parts.
     ///
     /// # Errors
     /// When a pipeline's last update fails, or a worker has ended.
@@ -55,7 +55,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Writes the state to a safetensors file atomically. In a world, rank 0 writes.
+    /// Writes the state to a safetensors file atomically; of a pipeline over ranks, rank 0 writes.
     ///
     /// # Errors
     /// When the file cannot be written.

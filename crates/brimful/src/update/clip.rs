@@ -10,7 +10,8 @@ use crate::Result;
 /// Keeps the divisor from zero, as in PyTorch.
 const EPS: f64 = 1e-6;
 
-/// Norm of the gradients before clipping, still on their device: clipping does not wait for it.
+/// Norm of the gradients before clipping. It is still on their device, and clipping does not wait for it, except in a
+/// pipeline.
 #[derive(Debug)]
 pub struct GradientNorm(Tensor);
 

@@ -141,6 +141,7 @@ impl OptimizerPart {
         if self.parameters.iter().any(has_stepped) {
             return bad("a step was taken already; make all groups before the first".into());
         }
+        let members: HashSet<&String> = members.iter().collect();
         let taken = self.parameters.iter().find(|p| p.group != 0 && members.contains(&p.name));
         if let Some(Parameter { name: parameter, group, .. }) = taken {
             let other = &self.groups[*group].name;
@@ -154,6 +155,7 @@ impl OptimizerPart {
     /// Moves these parameters to a new group. Every part has every group, with or without parameters.
     pub(crate) fn form_group(&mut self, name: &str, members: &[String], method: Method) {
         let index = self.groups.len();
+        let members: HashSet<&String> = members.iter().collect();
         for parameter in self.parameters.iter_mut().filter(|p| members.contains(&p.name)) {
             parameter.group = index;
             // It was made for the old options, and no step was taken with it.

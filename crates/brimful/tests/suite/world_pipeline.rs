@@ -337,6 +337,7 @@ fn train(pipe: &mut Pipeline, optimizer: &mut Optimizer, steps: std::ops::Range<
 
 fn optimizer(pipe: &mut Pipeline) -> Optimizer {
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+    optimizer.decay_only_matrices().expect("biases of all ranks");
     // Only in one stage's rank.
     optimizer.group("table", |name| name.starts_with("wte"), Adam::new(0.1)).expect("a group");
     optimizer.set_group_learning_rate("table", 0.02).expect("known to one rank");
@@ -565,6 +566,8 @@ fn what_keeps_one_rank_from_a_call_is_told_to_all() {
         let state = if second { foreign() } else { none };
         let error = optimizer.load_state(&state, &texts).expect_err("not its own");
         reported(error, "foreign");
+        let decay = if second { 2.0 } else { 0.9 };
+        reported(pipe.ema(decay).map(drop).expect_err("no decay"), "decay");
         let mut ema = pipe.ema(0.9).expect("averages");
         let (mut averages, texts) =
             Ema::new(&plain, 0.9).expect("averages").state().expect("a state");

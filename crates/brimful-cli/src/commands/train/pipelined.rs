@@ -146,7 +146,9 @@ impl TrainingEngine for Pipelined {
     ) -> brimful::Result<Record> {
         let start = Instant::now();
         let step = self.gradient(batches, ticker)?;
-        self.updates.step()?;
+        self.updates.clip()?;
+        self.updates.optimizer.step()?;
+        self.updates.average()?;
         self.updates.optimizer.zero_grad()?;
         Ok(Record { time: start.elapsed(), ..Record::from(step) })
     }

@@ -35,12 +35,16 @@ impl Updates {
         Ok(Self { optimizer, clip_norm: recipe.clip_norm, averages })
     }
 
-    /// Updates the model by its gradients, then the averages.
-    pub(super) fn step(&mut self) -> brimful::Result<()> {
-        if let Some(length) = self.clip_norm {
-            self.optimizer.clip_gradient_norm(length)?;
+    /// Scales the gradients down if they are longer than the recipe allows.
+    pub(super) fn clip(&mut self) -> brimful::Result<()> {
+        match self.clip_norm {
+            Some(length) => self.optimizer.clip_gradient_norm(length).map(drop),
+            None => Ok(()),
         }
-        self.optimizer.step()?;
+    }
+
+    /// Updates the averages, after a step of the optimizer.
+    pub(super) fn average(&mut self) -> brimful::Result<()> {
         self.averages.as_mut().map_or(Ok(()), Ema::update)
     }
 

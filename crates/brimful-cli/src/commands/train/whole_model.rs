@@ -200,7 +200,10 @@ impl TrainingEngine for WholeModel {
         // A CUDA graph does not call the closure when it replays, and a captured closure must do nothing on the host.
         let ticker = ticker.filter(|_| !self.cuda_graphs);
         let step = self.runner.backward(&batches, self.kind, ticker)?;
-        retry_on_oom(&self.memory, || self.updates.step())?;
+        // Each by itself: a retry repeats its closure.
+        retry_on_oom(&self.memory, || self.updates.clip())?;
+        retry_on_oom(&self.memory, || self.updates.optimizer.step())?;
+        retry_on_oom(&self.memory, || self.updates.average())?;
         self.updates.optimizer.zero_grad()?;
         let mut record = Record { time: start.elapsed(), ..Record::from(step) };
         if let Some(Some(first)) = record.peaks.first_mut() {

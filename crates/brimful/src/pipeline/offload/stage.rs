@@ -36,7 +36,7 @@ pub(crate) struct OffloadedVariable {
     placed: Placed,
 }
 
-/// OptimizerPart state of an offloaded stage in host memory.
+/// Optimizer state of an offloaded stage in host memory.
 #[derive(Debug)]
 struct HostState {
     buffer: HostBuffer,
@@ -63,7 +63,7 @@ pub(crate) struct OffloadedStage {
     own: usize,
     /// Bytes of a device buffer that this stage needs.
     pub(crate) buffer_bytes: usize,
-    /// OptimizerPart state; none before the first training step with an optimizer.
+    /// Optimizer state; none before the first training step with an optimizer.
     state: Option<HostState>,
     /// Events at which the weights, and the state, of the last update have reached the host.
     pub(crate) updated_weights: Option<Arc<Event>>,

@@ -10,7 +10,8 @@ use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::ranks::Ranks;
 use crate::pipeline::worker::Worker;
 use crate::update::{
-    EmaPart, GradientNorm, Method, OptimError, OptimizerPart, check_max_norm, clip_factor,
+    EmaPart, GradientNorm, Method, OptimError, OptimizerPart, check_decay, check_max_norm,
+    clip_factor,
 };
 use crate::workers::{SharedWorkers, Workers};
 
@@ -38,7 +39,7 @@ impl Pipeline {
     }
 
     /// Makes each worker's part of averages of the variables that the worker owns.
-    pub(crate) fn make_averages(&self) -> Result<()> {
+    pub(crate) fn make_averages(&self, decay: f64) -> Result<()> {
         let make = |worker: &mut Worker| {
             worker.offload_all()?;
             let owned = worker.variables.owned();
@@ -48,7 +49,9 @@ impl Pipeline {
             worker.ema = Some(EmaPart::new(named, arena)?);
             Ok(())
         };
-        self.ranks.all_or_none("averages", || self.workers().all(make)).map(drop)
+        // Within the vote: all ranks get the error of one.
+        let make = || check_decay(decay).and_then(|()| self.workers().all(make));
+        self.ranks.all_or_none("averages", make).map(drop)
     }
 }
 
