@@ -195,9 +195,7 @@ pub trait Subject {
     fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<Reported>;
     fn map(&mut self, batch: &Samples) -> Result<Tensor>;
     fn set_size(&mut self, cut: Cut) -> Result<()>;
-    fn update(&mut self) -> Result<()>;
-    fn clip(&mut self, max: f64) -> Result<f64>;
-    fn set_rate(&mut self, rate: f64) -> Result<()>;
+    fn optimizer(&mut self) -> &mut Optimizer;
     fn zero_grad(&mut self) -> Result<()>;
     fn set_frozen(&mut self, name: &str, frozen: bool) -> Result<()>;
     fn variables(&self) -> Named;
@@ -419,16 +417,8 @@ impl Subject for OneDevice {
         Ok(())
     }
 
-    fn update(&mut self) -> Result<()> {
-        self.optimizer.step()
-    }
-
-    fn clip(&mut self, max: f64) -> Result<f64> {
-        self.optimizer.clip_gradient_norm(max)?.value()
-    }
-
-    fn set_rate(&mut self, rate: f64) -> Result<()> {
-        self.optimizer.set_learning_rate(rate)
+    fn optimizer(&mut self) -> &mut Optimizer {
+        &mut self.optimizer
     }
 
     fn zero_grad(&mut self) -> Result<()> {
@@ -558,16 +548,8 @@ impl Subject for Replicated {
         Ok(())
     }
 
-    fn update(&mut self) -> Result<()> {
-        self.optimizer.step()
-    }
-
-    fn clip(&mut self, max: f64) -> Result<f64> {
-        self.optimizer.clip_gradient_norm(max)?.value()
-    }
-
-    fn set_rate(&mut self, rate: f64) -> Result<()> {
-        self.optimizer.set_learning_rate(rate)
+    fn optimizer(&mut self) -> &mut Optimizer {
+        &mut self.optimizer
     }
 
     fn zero_grad(&mut self) -> Result<()> {
@@ -807,16 +789,8 @@ impl Subject for Piped {
         Ok(())
     }
 
-    fn update(&mut self) -> Result<()> {
-        self.optimizer.step()
-    }
-
-    fn clip(&mut self, max: f64) -> Result<f64> {
-        self.optimizer.clip_gradient_norm(max)?.value()
-    }
-
-    fn set_rate(&mut self, rate: f64) -> Result<()> {
-        self.optimizer.set_learning_rate(rate)
+    fn optimizer(&mut self) -> &mut Optimizer {
+        &mut self.optimizer
     }
 
     fn zero_grad(&mut self) -> Result<()> {

@@ -324,14 +324,15 @@ impl Plain {
         samples: &Samples,
         pieces: &[Piece],
         temperature: Option<&Tensor>,
-    ) -> (f64, Tensor) {
+    ) -> (f64, Tensor, Option<f64>) {
         let leaves = self.fresh_leaves();
         let mut seen = Seen::new();
         let outputs = self.outputs(&leaves, samples, pieces, true, &mut seen);
         let loss = whole_loss(&outputs, temperature);
+        let of_leaf = temperature.map(|leaf| Tensor::run_backward(&[&loss], &[leaf], true, false));
         self.add_gradients(&leaves, &loss);
         self.move_statistics(&seen);
-        (loss.double_value(&[]), outputs.detach())
+        (loss.double_value(&[]), outputs.detach(), of_leaf.map(|all| all[0].double_value(&[])))
     }
 
     /// Returns the loss and outputs without training.

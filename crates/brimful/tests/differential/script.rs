@@ -577,7 +577,7 @@ impl Duel<'_> {
         let names = self.plain.trainable();
         match *op {
             Op::Update => {
-                let done = ended(|| self.subject.update());
+                let done = ended(|| self.subject.optimizer().step());
                 self.then(done, |this, ()| this.plain.update())
             }
             Op::ZeroGrad => {
@@ -586,7 +586,7 @@ impl Duel<'_> {
             }
             Op::Clip(max) => {
                 let max = 0.01 + f64::from(max) / 64.0;
-                let done = ended(|| self.subject.clip(max));
+                let done = ended(|| self.subject.optimizer().clip_gradient_norm(max)?.value());
                 self.then(done, |this, norm| {
                     let expected = this.plain.clip(max);
                     this.near(what, "the norm", norm, expected.expect("a gradient"));
@@ -594,7 +594,7 @@ impl Duel<'_> {
             }
             Op::Rate(rate) => {
                 let rate = f64::from(rate) / 2560.0;
-                let done = ended(|| self.subject.set_rate(rate));
+                let done = ended(|| self.subject.optimizer().set_learning_rate(rate));
                 self.then(done, |this, ()| this.plain.rate = rate)
             }
             Op::Freeze(which) | Op::Unfreeze(which) => {
@@ -646,9 +646,8 @@ impl Duel<'_> {
         let now = Generators::now();
         from.restore();
         let pieces = self.pieces(batch.len(), Some(reported), what);
-        let drawn = self.drawn(what);
         let run = self.plain.run_batch(batch, &pieces, &self.case.terms);
-        self.same_draws(what, &after, drawn);
+        self.same_draws(what, &after);
         now.restore();
         let outputs = run.outputs.shallow_clone();
         let loss = self.plain.commit(vec![run], &self.case.terms);
@@ -669,9 +668,8 @@ impl Duel<'_> {
             self.before_window = Some(Generators::now());
         }
         let pieces = self.pieces(batch.len(), None, what);
-        let drawn = self.drawn(what);
         let run = self.plain.run_batch(batch, &pieces, &self.case.terms);
-        self.same_draws(what, &after, drawn);
+        self.same_draws(what, &after);
         now.restore();
         self.same_outputs(what, found, &run.outputs, batch.len());
         self.window.push(run);
@@ -701,14 +699,17 @@ impl Duel<'_> {
             let now = Generators::now();
             from.restore();
             let pieces = this.pieces(samples, Some(&reported), what);
-            let drawn = this.drawn(what);
             let wide = temperature
                 .as_ref()
                 .map(|t| t.detach().to_kind(Kind::Double).set_requires_grad(true));
-            let (loss, outputs) = this.plain.whole(&batch, &pieces, wide.as_ref());
-            this.same_draws(what, &after, drawn);
+            let (loss, outputs, of_leaf) = this.plain.whole(&batch, &pieces, wide.as_ref());
+            this.same_draws(what, &after);
             now.restore();
             this.near(what, "the loss", reported.loss, loss);
+            if let (Some(temperature), Some(expected)) = (&temperature, of_leaf) {
+                let found = temperature.grad().double_value(&[]);
+                this.near(what, "the leaf's gradient", found, expected);
+            }
             this.same_outputs(what, &reported.outputs, &outputs, samples);
         })
     }
@@ -751,13 +752,8 @@ impl Duel<'_> {
         self.then(done, |_, ()| ())
     }
 
-    /// Returns whether the step draws random numbers.
-    fn drawn(&self, _what: &str) -> bool {
-        self.case.model.draws() || self.subject.is_seeded()
-    }
-
     /// Checks that the next random numbers are those after a plain loop, or after a step that has drawn its seed.
-    fn same_draws(&self, what: &str, after: &Tensor, _drawn: bool) {
+    fn same_draws(&self, what: &str, after: &Tensor) {
         // For engines with seeds, the plain model has seeded the default generator itself.
         if !self.subject.is_seeded() && test_device() == Device::Cpu {
             assert_eq!(*after, Generators::peek(), "{what}: random numbers");

@@ -60,30 +60,6 @@ fn the_n_th_allocation_fails_for_every_n() {
 }
 
 #[test]
-fn a_failed_mini_batch_of_a_window_leaves_the_others() {
-    let _alone = alone();
-    let run = |fault: bool| {
-        let net = Net::with_dropout();
-        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
-        micro.accumulate(&batch(), |x| net.loss(&x)).expect("the first");
-        if fault {
-            let mut calls = 0;
-            let result = micro.accumulate(&batch(), |x| {
-                calls += 1;
-                if calls == 3 { Err("no more") } else { Ok(net.loss(&x)) }
-            });
-            assert_eq!(result.expect_err("the closure's error").to_string(), "no more");
-        }
-        micro.accumulate(&(batch() + 1.0), |x| net.loss(&x)).expect("the second");
-        let step = micro.commit().expect("both");
-        (step.loss, state(&net.store))
-    };
-    let ((expected, before), (got, after)) = (run(false), run(true));
-    assert_eq!(expected, got);
-    assert_same("the window", &before, &after);
-}
-
-#[test]
 fn a_panic_goes_on_after_everything_was_put_back() {
     let _alone = alone();
     let net = net_with_a_gradient();

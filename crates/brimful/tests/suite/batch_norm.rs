@@ -92,22 +92,6 @@ fn a_layer_of_one_value_leaves_the_layers_before_it_their_backward() {
 }
 
 #[test]
-fn a_window_moves_them_once() {
-    let _turn = alone();
-    let x = batch(&[13, 3]);
-    let plain = layer(BatchNormPolicy::Deferred, 2);
-    let _ = plain.layer.forward_t(&x, true);
-    let split = layer(BatchNormPolicy::Deferred, 2);
-    let mut micro = MicroBatcher::new(&split.store, MicroBatches::Samples(3));
-    for (start, length) in [(0, 6), (6, 1), (7, 6)] {
-        let loss = |x: Tensor| Loss::mean(split.layer.forward_t(&x, true).mean(Kind::Double));
-        micro.accumulate(&x.narrow(0, start, length), loss).expect("a part");
-    }
-    micro.commit().expect("all");
-    assert_near("a window", &statistics(&plain), &statistics(&split));
-}
-
-#[test]
 fn the_other_policies_do_what_they_say() {
     let _turn = alone();
     let x = batch(&[12, 3]);

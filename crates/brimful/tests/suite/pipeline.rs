@@ -803,21 +803,6 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
 }
 
 #[test]
-fn gradients_add_up_until_they_are_cleared() {
-    let _turn = alone();
-    for builder in [builder((GPT.layers)(), 3), on_host((GPT.layers)())] {
-        let mut pipe = built(builder.micro_batches(MicroBatches::Count(2)), "GPT");
-        let plain = Plain::of(&(GPT.layers)(), &pipe);
-        for _ in 0..2 {
-            let (x, y) = ((GPT.input)(5), (GPT.target)(5));
-            let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-            plain.backward(&GPT, &x, &y, MicroBatches::Count(2), step.seed);
-            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "two steps");
-        }
-    }
-}
-
-#[test]
 fn gradients_that_are_not_finite_are_refused_on_request() {
     let _turn = alone();
     // The root of 0 has an infinite slope: the loss is finite, its gradient is not.

@@ -2,9 +2,7 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, `BRIMFUL_TEST_CUDA_GRAPHS=1` with CUDA graphs.
 
-use crate::support::full_batch::{
-    CASES, CLASSES, Case, Classifier, batch_of, losses, over_tokens, there,
-};
+use crate::support::full_batch::{CASES, Case, Classifier, batch_of, losses, over_tokens, there};
 use crate::support::{
     Named, assert_close, assert_same, assert_within, clear, copies, fill, gradients, micro_batcher,
     numbers, numbers_there, test_device,
@@ -146,24 +144,6 @@ fn a_contrastive_loss_is_that_of_the_whole_mini_batch() {
     }
 }
 
-#[test]
-fn a_window_of_unequal_mini_batches_is_one_step() {
-    for case in cases() {
-        let expected = full(&case, 65, Kind::Double);
-        let (store, net) = net(Kind::Double);
-        let (x, y, tokens) = batch_of(65, Kind::Double);
-        let mut micro = micro_batcher(&store, MicroBatches::Samples(7));
-        for (start, length) in [(0, 20), (20, 20), (40, 20), (60, 5)] {
-            let cut = |t: &Tensor| t.narrow(0, start, length);
-            let loaded = (cut(&x), cut(&y), cut(&tokens));
-            micro.accumulate(&loaded, |batch| (case.micro)(&net, &batch)).expect(case.name);
-        }
-        let step = micro.commit().expect(case.name);
-        assert_eq!(step.samples, 65);
-        assert_close(&left(&store, step.loss), &expected, case.name);
-    }
-}
-
 /// A factor belongs to the micro-batch that it was returned in, in the loss as in the gradient.
 #[test]
 fn a_factor_may_change_from_micro_batch_to_micro_batch() {
@@ -208,25 +188,6 @@ fn outputs_come_back_in_sample_order_without_their_graphs() {
     assert!(!step.outputs.0.requires_grad());
     assert!((step.outputs.0 - expected).abs().max().double_value(&[]) < 1e-12);
     assert_eq!(step.outputs.1.to_device(Device::Cpu), y);
-}
-
-#[test]
-fn evaluation_counts_every_sample_once_and_makes_no_gradient() {
-    let batch = batch_of(65, Kind::Double);
-    for case in cases() {
-        let expected = full(&case, 65, Kind::Double);
-        let (store, net) = net(Kind::Double);
-        let before = left(&store, 0.0);
-        let mut micro = micro_batcher(&store, MicroBatches::Samples(16));
-        let step = micro.evaluate(&batch, |batch| (case.micro)(&net, &batch)).expect(case.name);
-        assert!((step.loss - expected[0].1.double_value(&[])).abs() < 1e-10, "{}", case.name);
-        assert_same(case.name, &before, &left(&store, 0.0));
-    }
-    let (store, net) = net(Kind::Double);
-    let mut micro = micro_batcher(&store, MicroBatches::Samples(16));
-    let outputs = micro.map(&batch.0, |x| net.logits(&x)).expect("outputs");
-    assert_eq!(outputs.size(), [65, CLASSES]);
-    assert!(!outputs.requires_grad());
 }
 
 #[test]

@@ -213,33 +213,6 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
 }
 
 #[test]
-fn in_a_window_and_with_a_loss_of_all_outputs_it_is_exact_too() {
-    let _turn = alone();
-    let made = || {
-        let pipe = builder(layers(1, EXACT), 1).micro_batches(MicroBatches::Samples(2)).build();
-        both(1, EXACT, pipe.expect("a pipeline"))
-    };
-    let x = input(7, 1);
-    let (mut pipe, plain) = made();
-    let root = |out: &Tensor| out.square().sum(Kind::Double).sqrt();
-    pipe.backward_whole(&x, |out| root(&out.tensors()[0])).expect("a step");
-    let mut micro = MicroBatcher::new(&plain.store, MicroBatches::Samples(7));
-    let whole = micro.backward(&x, |x| Loss::sum(root(&plain.model.forward_t(&x, true))));
-    whole.expect("the whole mini-batch");
-    assert_gradients(&pipe, &plain, 1e-10, "a loss of all outputs");
-
-    let (mut pipe, plain) = made();
-    let mut micro = MicroBatcher::new(&plain.store, MicroBatches::Samples(7));
-    for x in [&x, &(&x * 3.0)] {
-        pipe.accumulate(x, x, |out: Tensor, x| loss(&out, x)).expect("a mini-batch");
-        micro.accumulate(x, |x| loss(&plain.model.forward_t(&x, true), &x)).expect("a mini-batch");
-    }
-    pipe.commit().expect("all");
-    micro.commit().expect("all");
-    assert_left(&pipe, &plain, 1e-10, "a window");
-}
-
-#[test]
 fn frozen_layers_before_it_need_nothing_of_it() {
     let _turn = alone();
     let pipe = builder(layers(2, EXACT), 1).micro_batches(MicroBatches::Samples(2)).build();
