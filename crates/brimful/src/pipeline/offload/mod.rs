@@ -61,7 +61,7 @@ impl Default for OffloadSettings {
     }
 }
 
-/// What a fetched stage does before its weights are released.
+/// Work of a fetched stage before its weights are released.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Visit {
     /// Completes its gradients.
