@@ -77,8 +77,8 @@ impl MiddleStage {
         Ok((WholeSeconds { forward: seconds, backward }, found))
     }
 
-    /// Runs forward and a split backward. The input part includes the search for the cut; the weight part ends
-    /// when the graph is freed.
+    /// Runs forward and a split backward. The input part includes finding where to split the autograd graph; the
+    /// weight part includes freeing the graph.
     pub(super) fn split(&mut self) -> Result<(SplitSeconds, BackwardGradients)> {
         let StageForward { seconds, leaves, roots } = self.forward()?;
         let groups = [roots];

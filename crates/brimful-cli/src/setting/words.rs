@@ -49,8 +49,8 @@ pub const STAGES: &str = "Number of pipeline stages, one per device";
 
 /// Long help of `--stages`.
 pub(crate) const STAGES_LONG: &str = "\
-    Number of pipeline stages, one per device. Some schedules put several on a device: V of them with \
-    interleaved-V, breadth-first-V, interleaved-zero-bubble-V and auto-interleaved-V (V is a number), two with \
+    Number of pipeline stages, one per device. With some schedules, each of as many devices has several stages: V \
+    with interleaved-V, breadth-first-V, interleaved-zero-bubble-V and auto-interleaved-V (V is a number), two with \
     zero-bubble-v and auto-v";
 
 pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto, …";

@@ -108,7 +108,9 @@ pub enum Rule {
     #[error("{0} comes after its backward has begun: move it before, or remove it")]
     RecomputeTooLate(Action),
     /// A backward is either whole or split.
-    #[error("{0} repeats a part of a backward that is already there: use B alone, or I and W")]
+    #[error(
+        "{0} computes a gradient that an earlier action computes already: use B (whole backward) alone, or I (input gradient) and W (weight gradient)"
+    )]
     MixedBackward(Action),
     /// Neighbouring stages run the micro-batches in the same order.
     #[error(

@@ -28,7 +28,7 @@ fn broken_rules() {
     device 0    0F0  [0W0]  0I0
     ");
     insta::assert_snapshot!(refused("0F0,0B0,0I0,0W0"), @"
-    0I0 repeats a part of a backward that is already there: use B alone, or I and W
+    0I0 computes a gradient that an earlier action computes already: use B (whole backward) alone, or I (input gradient) and W (weight gradient)
     device 0    0F0   0B0  [0I0]  0W0
     ");
     insta::assert_snapshot!(refused("0F0,0B0,0R0"), @"

@@ -183,7 +183,7 @@ impl Ema {
         let mut parts = self.parts.lock()?;
         let texts = parts.ranks.all_or_none("load state", || read_texts(metadata))?;
         let names = parts.names("load state", settled_ema, EmaPart::names)?;
-        let states = parts.split(&names, (tensors, &Metadata::new()), (|name| name, |_| None));
+        let states = parts.split(&names, (tensors, &Metadata::new()), |name| name, |_| None);
         parts.load(states, settled_ema, |part, (tensors, _)| part.read(&tensors), EmaPart::take)?;
         drop(parts);
         (self.decay, self.warmup, self.updates) = texts;

@@ -142,14 +142,15 @@ impl<P: 'static> LockedParts<'_, P> {
         Ok(chosen)
     }
 
-    /// Splits a whole state by part of this rank. `names` has the names of all ranks' parts; `owner_of` returns the
-    /// one that a tensor or a text belongs to, or `None` for a text of all parts. What belongs to no part goes to the
+    /// Splits a whole state by part of this rank. `names` has the names of all ranks' parts; the owners are those
+    /// that a tensor or a text belongs to, or `None` for a text of all parts. What belongs to no part goes to the
     /// first of this rank, which then refuses it.
     pub(super) fn split(
         &self,
         names: &[Vec<String>],
         (tensors, metadata): (&[(String, Tensor)], &Metadata),
-        owner_of: (fn(&str) -> &str, fn(&str) -> Option<&str>),
+        owner_of_tensor: fn(&str) -> &str,
+        owner_of_text: fn(&str) -> Option<&str>,
     ) -> Vec<State> {
         // Workers of further replicas in this process have a part too, without names.
         let here = if self.ranks.is_alone() { 0..names.len() } else { self.ranks.here() };
@@ -159,11 +160,11 @@ impl<P: 'static> LockedParts<'_, P> {
             .collect();
         let part = |owner: &str| owners.get(owner).copied().unwrap_or(here.start);
         for (name, tensor) in tensors {
-            states[part(owner_of.0(name))].0.push((name.clone(), tensor.shallow_clone()));
+            states[part(owner_of_tensor(name))].0.push((name.clone(), tensor.shallow_clone()));
         }
         for (key, text) in metadata {
             let put = |state: &mut State| drop(state.1.insert(key.clone(), text.clone()));
-            match owner_of.1(key) {
+            match owner_of_text(key) {
                 Some(owner) => put(&mut states[part(owner)]),
                 None => states.iter_mut().for_each(put),
             }

@@ -36,11 +36,12 @@ impl Optimizer {
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let mut parts = self.parts.lock()?;
         let names = parts.names("load state", settled_optimizer, OptimizerPart::names)?;
-        let parameter_of_tensor: fn(&str) -> &str =
-            |name| name.rsplit_once('.').map_or(name, |(parameter, _)| parameter);
-        let parameter_of_text: fn(&str) -> Option<&str> = |key| key.strip_prefix("parameter.");
-        let states =
-            parts.split(&names, (tensors, metadata), (parameter_of_tensor, parameter_of_text));
+        let states = parts.split(
+            &names,
+            (tensors, metadata),
+            |name| name.rsplit_once('.').map_or(name, |(parameter, _)| parameter),
+            |key| key.strip_prefix("parameter."),
+        );
         let rates = parts.load(
             states,
             settled_optimizer,

@@ -76,7 +76,7 @@ pub enum TransferRule {
         device_buffers: usize,
     },
     /// Only a fetched stage can be released.
-    #[error("{0} releases a stage that is not on the device: remove it")]
+    #[error("{0} releases a stage that is not on the device: remove this release")]
     NothingToRelease(Transfer),
     /// Every fetched stage is released.
     #[error("stage {0} is fetched and never released: release it after its last action")]
