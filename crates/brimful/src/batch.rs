@@ -45,7 +45,7 @@ pub use brimful_derive::Batch;
 pub use containers::Shared;
 pub use error::BatchError;
 pub(crate) use error::enumerate;
-pub(crate) use lending::{Borrowers, Lender, Versions, copied, copy_of};
+pub(crate) use lending::{Borrower, Borrowers, Lender, Versions, copied, copy_of};
 pub(crate) use samples::{Arranged, Samples};
 pub use sequences::Sequences;
 

@@ -14,59 +14,75 @@ use super::Batch;
 use super::BatchError;
 use crate::Result;
 
-/// Types of borrowers that have left their first micro-batch unchanged. Clones share the list.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Borrowers(Arc<Mutex<HashSet<TypeId>>>);
+/// Type of a closure or layer that borrows micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Borrower(TypeId);
 
-impl Borrowers {
-    pub(crate) fn knows<F>(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).contains(&typeid::of::<F>())
+impl Borrower {
+    pub(crate) fn of<F>(_: &F) -> Self {
+        Self::of_type::<F>()
     }
 
-    /// Adds a borrower that has left its first micro-batch unchanged.
-    pub(crate) fn trust<F>(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(typeid::of::<F>());
+    pub(crate) fn of_type<F: ?Sized>() -> Self {
+        Self(typeid::of::<F>())
     }
 }
 
-/// Lender of micro-batches to one borrower.
+/// Borrowers that have left their first micro-batch unchanged. Clones share the list.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Borrowers(Arc<Mutex<HashSet<Borrower>>>);
+
+impl Borrowers {
+    pub(crate) fn knows(&self, borrower: Borrower) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).contains(&borrower)
+    }
+
+    /// Adds a borrower that has left its first micro-batch unchanged.
+    pub(crate) fn trust(&self, borrower: Borrower) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(borrower);
+    }
+}
+
+/// Lender of micro-batches to one borrower, one at a time.
 #[derive(Debug, Default)]
 pub(crate) struct Lender {
     has_lent: bool,
+    /// Tensors of the micro-batch that is lent, and their versions before.
+    lent: Vec<Tensor>,
+    before: Versions,
 }
 
 impl Lender {
     /// Creates a lender. A borrower that is not known gets a copy first.
     pub(crate) fn to(is_known: bool) -> Self {
-        Self { has_lent: is_known }
+        Self { has_lent: is_known, ..Self::default() }
     }
 
-    /// Lends the micro-batch to `f`.
+    /// Returns the micro-batch for the borrower.
+    pub(crate) fn lend<B: Batch>(&mut self, micro_batch: B) -> Result<B> {
+        let lent = if self.has_lent { micro_batch } else { copied(&micro_batch)? };
+        self.has_lent = true;
+        self.lent = super::tensors(&lent).into_iter().map(Tensor::shallow_clone).collect();
+        self.before = Versions::of(&self.lent);
+        Ok(lent)
+    }
+
+    /// Returns the borrower's result.
     ///
     /// # Errors
     ///
-    /// As `f` does; or when it has changed the micro-batch.
-    pub(crate) fn lend<B: Batch, T>(
-        &mut self,
-        micro_batch: B,
-        f: impl FnOnce(B) -> Result<T>,
-    ) -> Result<T> {
-        let lent = if self.has_lent { micro_batch } else { copied(&micro_batch)? };
-        self.has_lent = true;
-        let tensors: Vec<Tensor> =
-            super::tensors(&lent).into_iter().map(Tensor::shallow_clone).collect();
-        let before = Versions::of(&tensors);
-        let result = f(lent);
-        // Before the result, even if that is an error: a changed mini-batch makes every retry wrong, so it is
-        // reported first.
-        before.check(&tensors)?;
+    /// The borrower's; or before it, that the borrower has changed the micro-batch, because a changed mini-batch
+    /// makes every retry wrong.
+    pub(crate) fn take_back<T>(&mut self, result: Result<T>) -> Result<T> {
+        let lent = std::mem::take(&mut self.lent);
+        self.before.check(&lent)?;
         result
     }
 }
 
 /// Version counters of some tensors; views of one memory count together. Tensors without a counter, such as
 /// those of inference mode, count as unchanged.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Versions(Vec<Option<i64>>);
 
 impl Versions {
@@ -111,22 +127,24 @@ mod tests {
     fn the_first_borrower_that_changes_what_it_gets_is_refused_before_the_batch_has_changed() {
         let batch = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
         let (mut lender, slice) = (Lender::default(), |start| batch.narrow(0, start, 2));
-        let double = |mut x: Tensor| Ok(x.g_mul_scalar_(2.0));
-        let error = lender.lend((batch.copy(), slice(0)), |(_, x)| double(x));
+        let (_, mut x) = lender.lend((batch.copy(), slice(0))).expect("a copy");
+        let _doubled = x.g_mul_scalar_(2.0);
+        let error = lender.take_back(Ok(()));
         assert_eq!(error.expect_err("changed"), Error::Batch(BatchError::Changed { leaf: 1 }));
         assert_eq!(batch, batch.ones_like());
-        drop(lender.lend(slice(2), |x| Ok(x + 1.0)).expect("left as it was"));
+        drop(lender.lend(slice(2)).expect("a view") + 1.0);
+        lender.take_back(Ok(())).expect("left as it was");
         // Later ones are views: the change shows, and is reported even if something else has failed.
-        let error =
-            lender.lend(slice(2), |x| double(x).and(Err::<(), _>(Error::Batch(BatchError::Empty))));
+        let _doubled = lender.lend(slice(2)).expect("a view").g_mul_scalar_(2.0);
+        let error = lender.take_back(Err::<(), _>(Error::Batch(BatchError::Empty)));
         assert_eq!(error.expect_err("changed"), Error::Batch(BatchError::Changed { leaf: 0 }));
     }
 
     #[test]
     fn a_copy_hands_its_gradient_back() {
         let x = Tensor::ones([4], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-        let lent = Lender::default().lend(x.narrow(0, 0, 2), |x| Ok((x * 3.0).sum(Kind::Float)));
-        lent.expect("left as it was").backward();
+        let lent = Lender::default().lend(x.narrow(0, 0, 2)).expect("a copy");
+        (lent * 3.0).sum(Kind::Float).backward();
         assert_eq!(Vec::<f32>::try_from(x.grad()).expect("a gradient"), [3.0, 3.0, 0.0, 0.0]);
     }
 }

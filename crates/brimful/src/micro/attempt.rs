@@ -9,7 +9,7 @@ use super::graphs::{Closure, Surroundings};
 use super::pass::BatchPass;
 use super::{BatchRole, IntoLoss, MicroBatcher, Parts};
 use crate::accumulate::{Accumulator, Sums};
-use crate::batch::{Batch, Samples};
+use crate::batch::{Batch, Borrower, Samples};
 use crate::gradient_mode::with_graphs;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
@@ -110,25 +110,28 @@ impl MicroBatcher {
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(StoreAttempt, R::Outputs)> {
         let (role, closure) = (how.role, how.closure);
-        let micro_batches = cut.given_count();
+        let given_count = cut.given_count();
         self.begin_peak()?;
         let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
             let mut pass = this.begin_pass(how, eager)?;
-            cut.each(batch, role, &this.copy_streams, |info, micro_batch| {
+            let borrower = Borrower::of(f);
+            let mut micro_batches = cut.micro_batches(batch, role, &this.copy_streams, borrower);
+            while let Some((info, micro_batch)) = micro_batches.next()? {
                 let MicroBatchInfo { number, weight, is_trial, .. } = info;
                 // Only the last backward completes gradients, so only during it may they go to other ranks.
-                if Some(number + 1) == micro_batches {
+                if Some(number + 1) == given_count {
                     pass.accumulator.expect_the_last();
                 }
                 let format_choice = &this.format_choice;
                 // A size that is only being tried is not worth a capture.
                 let surroundings = Surroundings { format_choice, closure, is_steady: !is_trial };
-                let ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)?;
+                let ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings);
+                micro_batches.done(ran)?;
                 if this.state.non_finite == NonFinitePolicy::RefuseGradients {
                     pass.tally.add_largest(pass.accumulator.largest()?)?;
                 }
-                Ok(ran)
-            })?;
+            }
+            drop(micro_batches);
             let outputs = joined(pass.outputs, cut.samples())?;
             Ok((pass.accumulator.finish()?, pass.tally, outputs))
         })?;

@@ -4,13 +4,11 @@ use super::attempt::joined;
 use super::{BatchRole, IntoLoss, MicroBatcher, StepReport};
 use crate::Result;
 use crate::auto::Use;
-use crate::batch::{Arranged, Batch};
+use crate::batch::{Arranged, Batch, Borrower};
 use crate::gradient_mode::with_graphs;
 use crate::loss::MicroBatchWeight;
 use crate::memory_format::InMemoryFormat;
-use crate::step::{
-    self, AttemptContext, Cut, MicroBatchInfo, MicroBatchRun, StepRequest, StoreAttempt, Tally,
-};
+use crate::step::{self, AttemptContext, Cut, MicroBatchRun, StepRequest, StoreAttempt, Tally};
 
 impl MicroBatcher {
     /// Runs `f` on every micro-batch without gradients, and joins the outputs in sample order.
@@ -88,15 +86,14 @@ impl MicroBatcher {
             let _without = tch::no_grad_guard();
             let mut tally = Tally::default();
             let mut outputs = Vec::new();
-            cut.each(
-                batch,
-                role,
-                &this.copy_streams,
-                |MicroBatchInfo { weight, .. }, micro_batch| {
-                    outputs.push(with_graphs(false, || f(&mut tally, &weight, micro_batch))?);
-                    Ok(MicroBatchRun::PLAINLY)
-                },
-            )?;
+            let borrower = Borrower::of(&f);
+            let mut micro_batches = cut.micro_batches(batch, role, &this.copy_streams, borrower);
+            while let Some((info, micro_batch)) = micro_batches.next()? {
+                let output = with_graphs(false, || f(&mut tally, &info.weight, micro_batch));
+                let output = output.map(|output| outputs.push(output));
+                micro_batches.done(output.map(|()| MicroBatchRun::PLAINLY))?;
+            }
+            drop(micro_batches);
             Ok((tally, joined(outputs, cut.samples())?))
         })?;
         Ok((self.attempt_of(Default::default(), tally, undo, role, cut), outputs))

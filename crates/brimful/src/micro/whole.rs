@@ -15,16 +15,17 @@ use tch::Tensor;
 use super::{BatchRole, MicroBatcher, Parts, StepReport};
 use crate::accumulate::Accumulator;
 use crate::auto::Use;
-use crate::batch::{self, Arranged, Batch, Leaf, Samples};
+use crate::batch::{self, Arranged, Batch, Borrower, Leaf, Samples};
+use crate::feed::Feed;
 use crate::gradient_mode::with_graphs;
 use crate::memory_format::InMemoryFormat;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{
-    self, AttemptContext, Cut, Failed, MicroBatchInfo, MicroBatchRun, MicroBatches, PartSeed,
-    RowGradients, StepError, StepRequest, StoreAttempt, Tally, as_leaves, parameters, put_back,
+    self, AttemptContext, Cut, Failed, MicroBatchRun, MicroBatches, PartSeed, RowGradients,
+    StepError, StepRequest, StoreAttempt, Tally, as_leaves, parameters, put_back,
 };
-use crate::{Result, feed};
+use crate::{Error, Result};
 
 impl MicroBatcher {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward. Adds to the
@@ -76,11 +77,15 @@ impl MicroBatcher {
                 // state after the loss, so the next step draws as if there had been one pass.
                 let after = Randomness::now(this.device)?;
                 let gradients = RowGradients::of(&outputs);
-                feed::each(batch, &ranges, &this.copy_streams, |i, micro_batch| {
-                    states[i].restore()?;
+                let borrower = Borrower::of(forward);
+                let mut feed = Feed::new(batch, ranges, &this.copy_streams, borrower)?;
+                let mut states = states.iter();
+                while let Some((range, micro_batch)) = feed.next()? {
+                    states.next().map_or(Ok(()), Randomness::restore)?;
                     let outputs = with_graphs(true, || forward(micro_batch));
-                    back(&mut accumulator, gradients.rows(&ranges[i])?, &outputs)
-                })?;
+                    let rows = gradients.rows(&range);
+                    feed.done(rows.and_then(|rows| back(&mut accumulator, rows, &outputs)))?;
+                }
                 after.restore()?;
                 let summed = accumulator.finish()?;
                 // Detached: leaves would keep their gradients alive in the caller's hands.
@@ -105,11 +110,14 @@ impl MicroBatcher {
         let unmanaged = self.unmanaged.save(&self.variables)?;
         let (_not_counted, run) = Pending::collect(true, || {
             let _without = tch::no_grad_guard();
-            feed::each(batch, ranges, &self.copy_streams, |_, micro_batch| {
+            let borrower = Borrower::of(forward);
+            let mut feed = Feed::new(batch, ranges.to_vec(), &self.copy_streams, borrower)?;
+            while let Some((_, micro_batch)) = feed.next()? {
                 states.push(Randomness::now(self.device)?);
                 parts.push(with_graphs(false, || forward(micro_batch)));
-                Ok(())
-            })
+                feed.done(Ok(()))?;
+            }
+            Ok::<_, Error>(())
         });
         run?;
         put_back(unmanaged)?;
@@ -152,16 +160,14 @@ impl MicroBatcher {
         let (summed, undo) = self.trained(cut, |this, cut| {
             let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
             accumulator.expect_groups(1);
-            cut.each(
-                batch,
-                role,
-                &this.copy_streams,
-                |MicroBatchInfo { range, .. }, micro_batch| {
-                    let outputs = with_graphs(true, || forward(micro_batch));
-                    back(&mut accumulator, gradients.rows(&range)?, &outputs)?;
-                    Ok(MicroBatchRun::PLAINLY)
-                },
-            )?;
+            let borrower = Borrower::of(forward);
+            let mut micro_batches = cut.micro_batches(batch, role, &this.copy_streams, borrower);
+            while let Some((info, micro_batch)) = micro_batches.next()? {
+                let outputs = with_graphs(true, || forward(micro_batch));
+                let rows = gradients.rows(&info.range);
+                let ran = rows.and_then(|rows| back(&mut accumulator, rows, &outputs));
+                micro_batches.done(ran.map(|()| MicroBatchRun::PLAINLY))?;
+            }
             accumulator.finish()
         })?;
         Ok(self.attempt_of(summed, Tally::default(), undo, role, cut))

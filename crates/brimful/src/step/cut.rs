@@ -8,12 +8,13 @@ use std::ops::Range;
 use tch::Device;
 
 use super::micro_batches::MicroBatches;
-use super::role::BatchRole;
+use super::role::{BatchRole, PartGenerator};
+use crate::Result;
 use crate::auto::SizeWatch;
-use crate::batch::{Batch, BatchError, Samples};
+use crate::batch::{Batch, BatchError, Borrower, Samples};
 use crate::copy_streams::CopyStreams;
+use crate::feed::Feed;
 use crate::loss::MicroBatchWeight;
-use crate::{Result, feed};
 use brimful_plan::bytes::Bytes;
 
 /// A mini-batch that is being handed out micro-batch by micro-batch.
@@ -110,35 +111,17 @@ impl Cut {
         self.watch
     }
 
-    /// Calls `f` with each micro-batch in order, on the device of the copies. Where the role has a seed, each
+    /// Hands out the micro-batches to a borrower, on the device of the copies. Where the role has a seed, each
     /// micro-batch draws from a generator of its own.
-    pub(crate) fn each<B: Batch>(
-        &mut self,
-        batch: &B,
+    pub(crate) fn micro_batches<'a, B: Batch>(
+        &'a mut self,
+        batch: &'a B,
         role: BatchRole,
-        streams: &CopyStreams,
-        mut f: impl FnMut(MicroBatchInfo, B) -> Result<MicroBatchRun>,
-    ) -> Result<()> {
+        streams: &'a CopyStreams,
+        borrower: Borrower,
+    ) -> CutBatch<'a, B> {
         let generator = role.seed.map(|seed| seed.on(streams.device()));
-        while self.next < self.samples.count() {
-            let first = self.sizes.len();
-            let ranges = self.next_piece(streams.device())?;
-            // A piece that is less than the mini-batch tries out its size, for which a capture, for example,
-            // is not worthwhile.
-            let is_trial =
-                ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < self.samples.count();
-            feed::each(batch, &ranges, streams, |i, micro_batch| {
-                let (number, range) = (first + i, ranges[i].clone());
-                if let Some(generator) = &generator {
-                    generator.begin(number);
-                }
-                let weight = role.weight(number, range.len());
-                let ran = f(MicroBatchInfo { number, range, weight, is_trial }, micro_batch)?;
-                self.watch.as_mut().map_or(Ok(()), |watch| watch.lap(ran.unseen, ran.typical))
-            })?;
-            self.watch.as_mut().map_or(Ok(()), SizeWatch::end)?;
-        }
-        Ok(())
+        CutBatch { cut: self, batch, role, streams, borrower, generator, piece: None }
     }
 
     /// Returns all micro-batches at once, for steps that run them more than once. The size must be given.
@@ -154,5 +137,66 @@ impl Cut {
         self.next = ranges.last().map_or(self.samples.count(), |last| last.end);
         self.sizes.extend(ranges.iter().map(ExactSizeIterator::len));
         Ok(ranges)
+    }
+}
+
+/// Micro-batches of a mini-batch that is being cut: [`CutBatch::next`] and [`CutBatch::done`] by turns.
+pub(crate) struct CutBatch<'a, B: Batch> {
+    cut: &'a mut Cut,
+    batch: &'a B,
+    role: BatchRole,
+    streams: &'a CopyStreams,
+    borrower: Borrower,
+    generator: Option<PartGenerator>,
+    piece: Option<Piece<'a, B>>,
+}
+
+/// Consecutive micro-batches of one size.
+struct Piece<'a, B: Batch> {
+    feed: Feed<'a, B>,
+    /// Number of the next micro-batch in the mini-batch.
+    number: usize,
+    /// True if the piece is less than the mini-batch: it tries out its size, for which a capture, for example, is
+    /// not worthwhile.
+    is_trial: bool,
+}
+
+impl<B: Batch> CutBatch<'_, B> {
+    /// Returns the next micro-batch; `None` after the last one.
+    pub(crate) fn next(&mut self) -> Result<Option<(MicroBatchInfo, B)>> {
+        loop {
+            if let Some(piece) = &mut self.piece {
+                if let Some((range, micro_batch)) = piece.feed.next()? {
+                    let (number, is_trial) = (piece.number, piece.is_trial);
+                    piece.number += 1;
+                    if let Some(generator) = &self.generator {
+                        generator.begin(number);
+                    }
+                    let weight = self.role.weight(number, range.len());
+                    let info = MicroBatchInfo { number, range, weight, is_trial };
+                    return Ok(Some((info, micro_batch)));
+                }
+                self.piece = None;
+                self.cut.watch.as_mut().map_or(Ok(()), SizeWatch::end)?;
+            }
+            let samples = self.cut.samples.count();
+            if self.cut.next >= samples {
+                return Ok(None);
+            }
+            let number = self.cut.sizes.len();
+            let ranges = self.cut.next_piece(self.streams.device())?;
+            let is_trial = ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < samples;
+            let feed = Feed::new(self.batch, ranges, self.streams, self.borrower)?;
+            self.piece = Some(Piece { feed, number, is_trial });
+        }
+    }
+
+    /// Takes the micro-batch back, with the measurements of its run.
+    pub(crate) fn done(&mut self, ran: Result<MicroBatchRun>) -> Result<()> {
+        let ran = match &mut self.piece {
+            Some(piece) => piece.feed.done(ran)?,
+            None => ran?,
+        };
+        self.cut.watch.as_mut().map_or(Ok(()), |watch| watch.lap(ran.unseen, ran.typical))
     }
 }

@@ -104,7 +104,9 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
             let target = feed::moved(&targets[i], device)?;
             let values = values.iter().map(Tensor::shallow_clone).collect();
             let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
-            let (loss, output) = lender.lend(target, |target| loss(values, &target))?;
+            let target = lender.lend(target)?;
+            let result = loss(values, &target);
+            let (loss, output) = lender.take_back(result)?;
             // Detached, because it is kept until the step's end: its graph would keep the micro-batch's
             // activations.
             let output = batch::detached(&output)?;

@@ -8,7 +8,7 @@ use std::thread;
 
 use tch::{Device, Tensor};
 
-use crate::batch::copy_of;
+use crate::batch::{Borrower, copy_of};
 use crate::copy_streams::{Arriving, CopyStreams};
 use crate::stream_fence::StreamFence;
 use crate::{Error, Result};
@@ -35,7 +35,7 @@ impl Intake {
         let fence = StreamFence::behind(inputs.iter().flatten().filter(elsewhere))?;
         let here = !inputs.iter().flatten().any(|input| elsewhere(&input));
         if here {
-            return Ok(Self::Lent(inputs, streams.borrowers.knows::<Self>()));
+            return Ok(Self::Lent(inputs, streams.borrowers.knows(Borrower::of_type::<Self>())));
         }
         if streams.device() == Device::Cpu {
             return Ok(Self::Here(inputs, fence));

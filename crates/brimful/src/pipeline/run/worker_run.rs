@@ -12,7 +12,7 @@ use super::job::{End, Job};
 use super::timeline::ActionClock;
 use crate::Result;
 use crate::accumulate::Accumulator;
-use crate::batch::Versions;
+use crate::batch::{Borrower, Versions};
 use crate::gradient_mode::with_graphs;
 use crate::loss::Term;
 use crate::memory::Memory;
@@ -336,7 +336,7 @@ impl WorkerRun {
         let before = Versions::of(lent.all());
         let output = site.run(at, input, self.rng(i), trains);
         before.check(lent.all())?;
-        site.inputs.borrowers.trust::<Intake>();
+        site.inputs.borrowers.trust(Borrower::of_type::<Intake>());
         Ok(output)
     }
 
