@@ -124,15 +124,12 @@ type Arrival = (Vec<Tensor>, Option<Event>);
 impl<B: Batch> Ahead<B> {
     fn start(batch: &B, ranges: &[Range<usize>], streams: &CopyStreams) -> Result<Self> {
         let compute = Stream::current(streams.device())?;
-        let fence = StreamFence::behind(batch::tensors(batch).into_iter())?;
         let slices = ranges.iter().cloned().map(|range| batch::slice(batch, range));
         let slices = slices.collect::<Result<Vec<B>>>()?;
-        let sources = |slice: &B| {
-            let leaves = batch::leaves(slice).into_iter();
-            let elsewhere = leaves.filter(|leaf| !is_there(*leaf, streams.device()));
-            elsewhere.map(|leaf| leaf.tensor().shallow_clone()).collect()
-        };
-        let sources: Vec<Vec<Tensor>> = slices.iter().map(sources).collect();
+        // After the cut, which may compute on the source's device: sequences are trimmed.
+        let fence = StreamFence::behind(batch::tensors(batch).into_iter())?;
+        let sources = slices.iter().map(|slice| elsewhere(slice, streams.device()));
+        let sources = sources.collect::<Result<_>>()?;
         let (arrivals, arrived) = sync_channel(0);
         let (releases, released) = channel();
         let streams = streams.clone();
@@ -217,6 +214,18 @@ pub(crate) fn moved<B: Batch>(batch: &B, device: Device) -> Result<B> {
         here if is_there(leaf, device) => Ok(here.shallow_clone()),
         other => Ok(transfer::send(&transfer::pin(other)?, device)?),
     })
+}
+
+/// Returns the tensors that must be copied to the device, in the order of [`Batch::map`].
+fn elsewhere<B: Batch>(slice: &B, device: Device) -> Result<Vec<Tensor>> {
+    let mut found = Vec::new();
+    slice.map(&mut |leaf| {
+        if !is_there(leaf, device) {
+            found.push(leaf.tensor().shallow_clone());
+        }
+        Ok(leaf.tensor().shallow_clone())
+    })?;
+    Ok(found)
 }
 
 /// Returns whether the leaf need not be copied to the device.

@@ -125,11 +125,13 @@ impl MicroBatcher {
                 let format_choice = &this.format_choice;
                 // A size that is only being tried is not worth a capture.
                 let surroundings = Surroundings { format_choice, closure, is_steady: !is_trial };
-                let ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings);
-                micro_batches.done(ran)?;
-                if this.state.non_finite == NonFinitePolicy::RefuseGradients {
-                    pass.tally.add_largest(pass.accumulator.largest()?)?;
+                let mut ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings);
+                if ran.is_ok() && this.state.non_finite == NonFinitePolicy::RefuseGradients {
+                    let largest = pass.accumulator.largest();
+                    let added = largest.and_then(|largest| pass.tally.add_largest(largest));
+                    ran = added.and(ran);
                 }
+                micro_batches.done(ran)?;
             }
             drop(micro_batches);
             let outputs = joined(pass.outputs, cut.samples())?;

@@ -84,7 +84,7 @@ impl MicroBatcher {
                     states.next().map_or(Ok(()), Randomness::restore)?;
                     let outputs = with_graphs(true, || forward(micro_batch));
                     let rows = gradients.rows(&range);
-                    feed.done(rows.and_then(|rows| back(&mut accumulator, rows, &outputs)))?;
+                    feed.done(rows.and_then(|rows| back(&mut accumulator, rows, outputs)))?;
                 }
                 after.restore()?;
                 let summed = accumulator.finish()?;
@@ -165,7 +165,7 @@ impl MicroBatcher {
             while let Some((info, micro_batch)) = micro_batches.next()? {
                 let outputs = with_graphs(true, || forward(micro_batch));
                 let rows = gradients.rows(&info.range);
-                let ran = rows.and_then(|rows| back(&mut accumulator, rows, &outputs));
+                let ran = rows.and_then(|rows| back(&mut accumulator, rows, outputs));
                 micro_batches.done(ran.map(|()| MicroBatchRun::PLAINLY))?;
             }
             accumulator.finish()
@@ -195,9 +195,9 @@ fn weighed(accumulator: &mut Accumulator, loss: Tensor, outputs: &impl Batch) ->
     Ok(tally)
 }
 
-/// Runs backward from a micro-batch's outputs.
-fn back(accumulator: &mut Accumulator, rows: RowGradients, outputs: &impl Batch) -> Result<()> {
-    let roots = rows.roots(outputs)?;
+/// Runs backward from a micro-batch's outputs, and drops them.
+fn back(accumulator: &mut Accumulator, rows: RowGradients, outputs: impl Batch) -> Result<()> {
+    let roots = rows.roots(&outputs)?;
     if roots.is_empty() {
         return Ok(());
     }
