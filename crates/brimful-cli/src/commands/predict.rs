@@ -69,7 +69,7 @@ pub struct PredictOptions {
     /// Output file: JSON lines; only the accuracy is printed
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Overwrite earlier results
+    /// Overwrite files that an earlier run wrote
     #[arg(long)]
     overwrite: bool,
 }

@@ -26,7 +26,7 @@ pub struct RunFiles {
     #[arg(long, value_name = "N", value_parser = words::count, requires = "save")]
     #[arg(hide_short_help = true)]
     pub(crate) save_every: Option<usize>,
-    /// Checkpoints to keep: last, last and best, or the newest N
+    /// Checkpoints to keep: the last, also the best, or the newest N
     ///
     /// `last` keeps the newest. `best` also keeps the one with the lowest test loss, as FILE.best. N keeps the newest N,
     /// as FILE.step-STEP
@@ -51,7 +51,7 @@ pub struct RunFiles {
     /// Log each step to this folder, for TensorBoard
     #[arg(long, value_name = "FOLDER", hide_short_help = true)]
     pub(crate) events: Option<PathBuf>,
-    /// Overwrite earlier results
+    /// Overwrite files that an earlier run wrote
     #[arg(long, hide_short_help = true)]
     pub(crate) overwrite: bool,
     /// Record the run in this file; `brimful report` makes a page from it

@@ -46,7 +46,7 @@ pub(crate) struct Stages {
     #[arg(help = format!("{} [default: 1f1b]", words::SCHEDULE))]
     #[arg(long_help = format!("{} [default: 1f1b; with --offload all, breadth-first]", words::SCHEDULES))]
     pub(crate) schedule: Option<Schedule>,
-    /// Write a timeline for ui.perfetto.dev: the last step
+    /// Write a timeline for ui.perfetto.dev: of the last step
     #[arg(long, value_name = "FILE", help_heading = "Output", hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
 }
