@@ -59,8 +59,8 @@ pub struct PredictOptions {
     image: Option<usize>,
     #[command(flatten)]
     place: EvaluationPlace,
-    #[arg(long, value_enum, default_value = "f32", help = words::DTYPE)]
-    dtype: NumberType,
+    #[arg(long, value_enum, help = format!("{} [default: stored in the file]", words::DTYPE))]
+    dtype: Option<NumberType>,
     #[arg(long, value_name = "N", default_value_t = 0, help = words::SEED)]
     seed: u64,
     /// Print JSON instead of text: one line with one object per sample
@@ -152,11 +152,12 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let layers = name.layers(&asked.sample, 0.0);
     let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
     let device = options.place.device()?;
-    options.dtype.prepare(device)?;
+    let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(weights.kind()));
+    dtype.prepare(device)?;
     let memory = options.place.memory(device)?;
     let _inside = memory.enter();
     let store = VarStore::new(device);
-    let kind = options.dtype.kind();
+    let kind = dtype.kind();
     let model = layers.kind(kind).build(&store.root())?;
     weights.put_into(store.variables().into_iter().collect(), name)?;
     let mut micro =
