@@ -156,8 +156,8 @@ pub fn muon_scratch(rows: usize, columns: usize) -> usize {
     2 * rows * columns + 2 * side * side + rows + 1
 }
 
-/// Updates one contiguous matrix along its orthogonalized momentum, the update's one moment. The options are those of
-/// the momentum, with the rate and the weight decay of the step. Products are computed in the dtype of the scratch
+/// Updates one contiguous matrix along its orthogonalized momentum, which is the update's only moment. `options` has
+/// the momentum's settings, the learning rate and the weight decay; a tensor `rate` replaces the learning rate. Products are computed in the dtype of the scratch
 /// memory: f64 for an f64 parameter, else f32 or bf16. On a CPU nothing is allocated.
 ///
 /// # Errors

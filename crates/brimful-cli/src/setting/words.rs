@@ -49,9 +49,9 @@ pub const STAGES: &str = "Number of pipeline stages, one per device";
 
 /// Long help of `--stages`.
 pub(crate) const STAGES_LONG: &str = "\
-    Number of pipeline stages, one per device. With some schedules, each of as many devices has several stages: V \
-    with interleaved-V, breadth-first-V, interleaved-zero-bubble-V and auto-interleaved-V (V is a number), two with \
-    zero-bubble-v and auto-v";
+    Number of pipeline stages, one per device. It is always the number of devices: with interleaved-V, breadth-first-V, \
+    interleaved-zero-bubble-V and auto-interleaved-V (V is a number), each device has V stages, with zero-bubble-v and \
+    auto-v two";
 
 pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto, …";
 

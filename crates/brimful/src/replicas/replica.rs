@@ -130,7 +130,7 @@ impl<M> Replica<M> {
         outputs: &O,
         start: Instant,
     ) -> Result<PartDone<O>> {
-        // On this thread, whose device computed it: all replicas wait for their devices at the same time.
+        // Copied on each replica's own thread, so that the replicas wait for their devices in parallel.
         let (attempt, outputs) = attempt.off_device(|statistics| {
             if self.number > 0 {
                 let twins = self.mirror.twins();
@@ -139,7 +139,7 @@ impl<M> Replica<M> {
             }
             feed::moved(outputs, self.main_device)
         })?;
-        // After the loss was read from the device: before, this would time the launches.
+        // Only after the loss was read from the device: earlier, the time would be that of the launches.
         let figures = self.micro.figures_of(&attempt, start);
         let (attempt, figures) = attempt.unless_failed(figures)?;
         Ok(PartDone { attempt, outputs, figures })
