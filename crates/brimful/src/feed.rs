@@ -19,8 +19,7 @@ use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
 use crate::batch::{self, Batch, Borrower, Leaf, Lender};
-use crate::copy_streams::CopyStreams;
-use crate::stream_fence::StreamFence;
+use crate::streams::{CopyStreams, StreamFence};
 use crate::{Error, Result};
 
 /// Interval at which the feeder polls for a released micro-batch.

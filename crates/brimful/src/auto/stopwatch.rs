@@ -5,7 +5,7 @@ use std::time::Duration;
 use tch::Device;
 
 use crate::Result;
-use crate::timed_event::TimedEvent;
+use crate::streams::TimedEvent;
 
 /// Events between micro-batches, in the device's queue where it has one.
 #[derive(Debug)]

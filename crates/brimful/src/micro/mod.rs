@@ -42,13 +42,13 @@ pub use crate::memory_format::MemoryFormat;
 use crate::Result;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch};
-use crate::copy_streams::CopyStreams;
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
     self, BatchRole, IntoLoss, MicroBatches, Parts, StepReport, StepRequest, StepState,
     UnmanagedStatistics,
 };
+use crate::streams::CopyStreams;
 pub(crate) use attempt::AttemptSettings;
 pub(crate) use graphs::Closure;
 use graphs::MicroGraphs;

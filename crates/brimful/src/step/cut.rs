@@ -12,9 +12,9 @@ use super::role::{BatchRole, PartGenerator};
 use crate::Result;
 use crate::auto::SizeWatch;
 use crate::batch::{Batch, BatchError, Borrower, Samples};
-use crate::copy_streams::CopyStreams;
 use crate::feed::Feed;
 use crate::loss::MicroBatchWeight;
+use crate::streams::CopyStreams;
 use brimful_plan::bytes::Bytes;
 
 /// A mini-batch that is being handed out micro-batch by micro-batch.

@@ -19,7 +19,7 @@ use brimful_torch::threads::limit_threads;
 use tch::Device;
 
 use crate::gradient_mode::with_graphs;
-use crate::stream_fence::{StreamFence, accelerators};
+use crate::streams::{StreamFence, accelerators};
 use crate::{Error, Result, oom};
 pub use device::DeviceSpec;
 pub(crate) use device::resolved;

@@ -9,8 +9,7 @@ use std::thread;
 use tch::{Device, Tensor};
 
 use crate::batch::{Borrower, copy_of};
-use crate::copy_streams::{Arriving, CopyStreams};
-use crate::stream_fence::StreamFence;
+use crate::streams::{Arriving, CopyStreams, StreamFence};
 use crate::{Error, Result};
 
 /// Inputs of a step, in the order in which the first stage takes them.

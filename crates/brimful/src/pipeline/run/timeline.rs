@@ -8,7 +8,7 @@ use tch::Device;
 use crate::Result;
 use crate::memory::{Arena, Memory};
 use crate::pipeline::transfers::TransferClock;
-use crate::timed_event::TimedEvent;
+use crate::streams::TimedEvent;
 use brimful_plan::schedule::{Action, HostLinkUse, Span};
 
 /// Times of one worker's actions since the step's start.

@@ -9,13 +9,13 @@ use tch::nn::VarStore;
 
 use super::{ActivationCache, HostLead, Site, Stage, taken};
 use crate::Result;
-use crate::copy_streams::CopyStreams;
 use crate::memory::Arena;
 use crate::pipeline::offload::{HostMemory, OffloadSettings, OffloadedStage, OffloadedStages};
 use crate::pipeline::stage_layout::{StageLayout, StagePlan};
 use crate::pipeline::transfers::HostStaging;
 use crate::random::{Generator, StepRng};
 use crate::step::NonFinitePolicy;
+use crate::streams::CopyStreams;
 use crate::workers::DeviceSpec;
 use brimful_plan::schedule::{Location, StageLocation};
 

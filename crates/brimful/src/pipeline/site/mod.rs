@@ -18,13 +18,13 @@ use brimful_torch::foreach;
 use tch::{Device, Tensor};
 
 use crate::Result;
-use crate::copy_streams::CopyStreams;
 use crate::memory_format::with_channels_last;
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::stage_layout::StageLayout;
 use crate::pipeline::transfers::{HostStaging, StageTransfer, TransferClock};
 use crate::random::{Generator, StepRng};
 use crate::step::NonFinitePolicy;
+use crate::streams::CopyStreams;
 use crate::update::OptimizerPart;
 use brimful_plan::schedule::{Action, Location, StageId, StageLocation, Transfer, Transfers};
 

@@ -3,7 +3,7 @@
 use tch::Device;
 
 use crate::Result;
-use crate::timed_event::TimedEvent;
+use crate::streams::TimedEvent;
 use brimful_plan::schedule::{
     Awaited, HostLinkUse, Transfer, TransferKind, TransferSpan, WaitSpan,
 };

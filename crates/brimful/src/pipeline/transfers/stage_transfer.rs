@@ -12,8 +12,8 @@ use tch::{Device, Tensor};
 use super::clock::TransferClock;
 use crate::Result;
 use crate::batch::{copy_of, tensor_bytes};
-use crate::copy_streams::{Arriving, CopyStreams};
 use crate::memory::Arena;
+use crate::streams::{Arriving, CopyStreams};
 /// Tensors of a transfer; gradients have one list for each group of loss terms.
 pub(crate) use crate::world::Tensors;
 use brimful_plan::schedule::{Awaited, Transfer};

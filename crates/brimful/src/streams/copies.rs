@@ -15,10 +15,10 @@ use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
+use super::fence::accelerators;
+use super::timed_event::TimedEvent;
 use crate::Result;
 use crate::batch::{Borrowers, tensor_bytes};
-use crate::stream_fence::accelerators;
-use crate::timed_event::TimedEvent;
 
 /// Copy streams of one thread to its device. Clones share the streams.
 ///
