@@ -76,8 +76,8 @@ pub struct TrainOptions {
     #[arg(help = ANY_MODEL, long_help = ANY_MODELS)]
     pub(crate) model: ModelSource,
     #[arg(long, value_enum, help_heading = "Model")]
-    #[arg(help = format!("{} [default: f32; when fine-tuning, as stored]", words::DTYPE))]
-    #[arg(long_help = format!("{}{DTYPES} [default: f32; when fine-tuning, as stored]", words::DTYPE))]
+    #[arg(help = format!("{} [default: f32, or a folder's own]", words::DTYPE))]
+    #[arg(long_help = format!("{}{DTYPES} [default: f32, or a folder's own]", words::DTYPE))]
     #[arg(hide_possible_values = true)]
     pub(crate) dtype: Option<NumberType>,
     #[command(flatten)]
