@@ -297,7 +297,8 @@ impl Drop for MpiMessage {
 /// Creates a communicator that returns errors instead of ending the process.
 fn duplicate(world: ffi::MPI_Comm, limit: Duration) -> Result<ffi::MPI_Comm, MpiError> {
     let start = Instant::now();
-    // SAFETY: plain out-parameters, valid until the request has completed, or for ever.
+    // SAFETY: `request` and `done` are used only during the calls. MPI may write to `new` until the request
+    // completes, even after an early return, so `new` is leaked until then.
     unsafe {
         let new = Box::leak(Box::new(ffi::RSMPI_COMM_NULL));
         let (mut request, mut done) = (ffi::RSMPI_REQUEST_NULL, 0);

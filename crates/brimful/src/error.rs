@@ -81,7 +81,7 @@ pub enum Error {
 
     /// A memory limit of 0.
     #[error(
-        "{memory} cannot have a limit of 0 bytes: give it at least what the model needs, or none"
+        "{memory} cannot have a limit of 0 bytes: set at least what the model needs, or no limit"
     )]
     LimitOfZero {
         /// Name of the arena or the device.

@@ -204,7 +204,7 @@ fn of_arena(text: &str) -> Option<OutOfMemory> {
     let name = message.strip_prefix(ARENA)?.rsplit_once("': asked for ")?.0;
     let refused = arena::refusal_told_in(&message);
     Some(OutOfMemory {
-        // A refusal of another process, or of long ago, is still recognised as an arena's.
+        // The numbers of another process's refusal, or of an old one, are not known here; its message has the name.
         place: Place::Arena(refused.as_ref().map_or(name, |refused| &refused.arena).to_owned()),
         asked: refused.as_ref().map(|refused| Bytes(refused.asked)),
         in_use: refused.as_ref().map(|refused| Bytes(refused.in_use)),

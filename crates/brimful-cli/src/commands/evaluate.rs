@@ -34,8 +34,8 @@ const AT_ONCE: usize = 256;
 Examples:
   brimful evaluate --weights digits.safetensors
   brimful evaluate --weights gpt.safetensors --data book.txt
-  brimful evaluate --model llama --data chat.jsonl --sequence 1024 --dtype bf16
-  brimful evaluate --model llama --adapter llama-chat --data held-out.jsonl --all --json
+  brimful evaluate --model ./llama --data chat.jsonl --sequence 1024 --dtype bf16
+  brimful evaluate --model ./llama --adapter llama-chat --data held-out.jsonl --all --json
 
 The samples are those that train holds out for tests, or all of them with --all.")]
 pub struct EvaluateOptions {

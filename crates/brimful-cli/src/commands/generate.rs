@@ -23,8 +23,8 @@ Examples:
   brimful generate --weights gpt.safetensors --prompt 'Once upon a time'
   brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0.8 --top-k 20 --seed 7
   brimful generate --weights gpt.safetensors --prompt 'Once' --temperature 0   greedy
-  brimful generate --model llama --prompt 'Once' --dtype f32           a Hugging Face folder
-  brimful generate --model llama --adapter llama-book --from-host --prompt 'Once'
+  brimful generate --model ./llama --prompt 'Once' --dtype f32         a Hugging Face folder
+  brimful generate --model ./llama --adapter llama-book --from-host --prompt 'Once'
                                                       with LoRA, from host memory")]
 pub struct GenerateOptions {
     /// Weights: a file of train --save, or any safetensors file

@@ -45,13 +45,12 @@ pub const FROM_SCRATCH: &str =
 
 pub const MEMORY_LIMIT: &str = "Memory limit of each device, such as 96MiB or 16GB";
 
-pub const STAGES: &str = "Number of pipeline stages, one per device";
+pub const STAGES: &str = "Number of devices in the pipeline, each with a stage";
 
 /// Long help of `--stages`.
 pub(crate) const STAGES_LONG: &str = "\
-    Number of pipeline stages, one per device. It is always the number of devices: with interleaved-V, breadth-first-V, \
-    interleaved-zero-bubble-V and auto-interleaved-V (V is a number), each device has V stages, with zero-bubble-v and \
-    auto-v two";
+    Number of devices in the pipeline. Each has one stage, or two with zero-bubble-v and auto-v, or V with a schedule \
+    whose name ends in a number V, such as interleaved-2";
 
 pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto, …";
 

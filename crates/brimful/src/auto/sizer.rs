@@ -131,7 +131,7 @@ impl Sizer {
         ranges: &[Range<usize>],
         free_memories: &[FreeMemory],
     ) -> Decision {
-        // Before the very first probe nothing is measured: the model would only predict its floor.
+        // Before the first probe nothing is measured: the memory model could only return its lower bound.
         let known = !matches!(trial.why, Why::Probe) || self.lines().is_some();
         let predicted = match is_alone(ranges) {
             true => self.predict_alone(trial.size),

@@ -32,7 +32,7 @@ Examples:
   brimful train --model resnet18 --batch-size all --memory-limit 256MiB
   brimful train --model gpt --data book.txt --device cuda --dtype bf16 --save book.safetensors
   brimful train --resume book.safetensors             continue an interrupted run
-  brimful train --model llama --data book.txt --lora 16 --save llama-book";
+  brimful train --model ./llama --data book.txt --lora 16 --save llama-book";
 
 /// Examples of `brimful train --help`.
 const ALL_EXAMPLES: &str = "\
@@ -58,11 +58,11 @@ Examples:
                                                       data parallel on four GPUs
   mpirun -n 4 brimful train --model gpt --stages 2 --replicas 2
                                                       two pipelines of two processes each
-  brimful train --model llama --data book.txt --dtype bf16 --lora 16 --save llama-book
+  brimful train --model ./llama --data book.txt --dtype bf16 --lora 16 --save llama-book
                                                       fine-tuning of a Hugging Face folder
-  brimful train --model llama --data notes.txt --adapter llama-book --save llama-notes
+  brimful train --model ./llama --data notes.txt --adapter llama-book --save llama-notes
                                                       trains a saved adapter further
-  brimful train --model llama --data book.txt --dtype bf16 --offload all --memory-limit 16GB \\
+  brimful train --model ./llama --data book.txt --dtype bf16 --offload all --memory-limit 16GB \\
                 --save llama-whole                    full fine-tuning, offloaded to the host
   brimful train --config run.toml --epochs 20         flags from a file, one of them changed";
 

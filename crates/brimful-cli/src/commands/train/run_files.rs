@@ -26,7 +26,7 @@ pub struct RunFiles {
     #[arg(long, value_name = "N", value_parser = words::count, requires = "save")]
     #[arg(hide_short_help = true)]
     pub(crate) save_every: Option<usize>,
-    /// Checkpoints to keep: the last, also the best, or the newest N
+    /// Checkpoints to keep: the last; the last and the best; or the newest N
     ///
     /// `last` keeps the newest. `best` also keeps the one with the lowest test loss, as FILE.best. N keeps the newest N,
     /// as FILE.step-STEP

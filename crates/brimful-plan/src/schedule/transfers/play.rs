@@ -258,7 +258,7 @@ impl<'a> Player<'a> {
         if play.running().is_some() {
             return false;
         }
-        // All transfers that start before it are queued, so it is known which data are away.
+        // All transfers that start before this action are queued by now, so the data that are away are known.
         let lacks = play.lacks(action);
         play.wait(now, lacks);
         if lacks.is_some() || !self.has_arrived(action) {
