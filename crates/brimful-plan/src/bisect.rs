@@ -1,4 +1,4 @@
-//! Binary search for the end of a run.
+//! Binary search for the first number that fails a condition.
 
 /// Counts the numbers 0, 1, 2, … below `count` that pass. Every number that passes must come before the
 /// first one that fails.

@@ -13,7 +13,7 @@
 //! | choose balance, schedule and micro-batches | [`mod@plan`] |
 //! | choose which stages to offload, and what each keeps or recomputes | [`plan::offload`] |
 //!
-//! A module uses those above it in this table, and none below.
+//! A module uses only modules above it in this table.
 
 pub mod balance;
 mod bisect;

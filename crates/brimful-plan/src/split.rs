@@ -81,8 +81,8 @@ pub fn by_count(samples: usize, count: usize) -> Result<Vec<Range<usize>>, Split
 }
 
 /// Returns micro-batches of at most `tokens` tokens each, padding included: a micro-batch is as wide as its
-/// longest sequence. Each is as full as possible, so if sequences are sorted by length, the longest first,
-/// its shape depends only on the length of its first one.
+/// longest sequence. Each micro-batch is as full as possible. So if sequences are sorted by length, the longest
+/// first, the shape of a micro-batch depends only on the length of its first sequence.
 ///
 /// # Errors
 /// When there are no sequences, or one takes more than `tokens`.
@@ -278,7 +278,8 @@ mod tests {
             for pair in ranges.windows(2) {
                 prop_assert!(taken(&(pair[0].start..pair[1].start + 1)) > tokens);
             }
-            // Given only their number, checks that there are as many micro-batches, and none fuller.
+            // Checks that `by_count_of_tokens`, given only their number, makes as many micro-batches, and none
+            // fuller.
             let counted = by_count_of_tokens(&lengths, ranges.len()).expect("a split");
             check_order(&counted, lengths.len())?;
             prop_assert_eq!(counted.len(), ranges.len());

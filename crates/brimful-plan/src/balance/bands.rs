@@ -12,15 +12,15 @@ pub(super) fn bands(
 ) -> Option<Vec<RangeInclusive<usize>>> {
     let earliest = earliest_ends(problem, bound).into_iter().enumerate();
     let bands = earliest.zip(latest_ends(problem, bound)).map(|((j, first), last)| {
-        // Each of the j stages before it has a layer too.
+        // Each of the j earlier stages has at least one layer, so this stage cannot end before layer j + 1.
         let first = first.max(j + 1);
         (first <= last).then_some(first..=last)
     });
     bands.collect()
 }
 
-/// Returns the last possible end of each stage: all take as many layers as allowed, but leave one for each
-/// later stage.
+/// Returns the last possible end of each stage: every stage takes as many layers as the bound allows, but leaves
+/// one for each later stage.
 pub(super) fn latest_ends(problem: &PartitionProblem<'_>, bound: f64) -> Vec<usize> {
     let mut latest = Vec::with_capacity(problem.stages());
     let mut start = 0;

@@ -86,9 +86,9 @@ pub enum BalanceError {
     DoesNotFit {
         /// Number of stages asked for.
         stages: usize,
-        /// Bytes of all layers, with as many micro-batches as on the stage that holds the fewest.
+        /// Bytes of all layers, if each holds as many micro-batches as the stage that holds the fewest.
         needed: u64,
-        /// Bytes of the largest layer, counted in the same way.
+        /// Bytes of the largest layer, with that number of micro-batches.
         largest_layer: u64,
         /// Bytes of all devices.
         available: u64,

@@ -1,11 +1,11 @@
 //! Solves the exact min-max partition of a row of layers over a row of stages.
 //!
-//! 1. Bisect the bound: it is feasible if some cut keeps every stage at it or below.
+//! 1. Bisect the bound. A bound is feasible if some cut keeps the cost of every stage at or below it.
 //! 2. At the smallest bound, find the feasible cut that sends the fewest bytes (`transfer`).
 //!
-//! A greedy cut decides feasibility in most cases: every stage takes as many layers as allowed, and the
-//! bound is feasible if all layers are used up. The greedy cut misses a feasible cut only if a layer fits
-//! some stages and not others. So when it fails, the search of step 2 decides.
+//! A greedy cut decides feasibility in most cases: every stage takes as many layers as allowed, and the bound is
+//! feasible if all layers are used up. The greedy cut misses a feasible cut only if a layer fits some stages and
+//! not others. So when the greedy cut fails, the search of step 2 decides.
 
 use super::bands::latest_ends;
 use super::problem::PartitionProblem;
@@ -55,8 +55,8 @@ fn starts(ends: &[usize]) -> impl Iterator<Item = &usize> {
 /// Returns a cut, as the end of each stage, that keeps every stage at or below `bound`.
 fn any_cut(problem: &PartitionProblem<'_>, bound: f64) -> Option<Vec<usize>> {
     let latest = latest_ends(problem, bound);
-    // Greedy cut in s searches of log n. It is valid if it uses all layers and no stage is empty, which is
-    // nearly always so.
+    // The greedy cut takes one binary search for each stage. It is valid if it uses all layers and leaves no stage
+    // empty, which is nearly always the case.
     let all_used = latest.last() == Some(&problem.layers());
     if all_used && starts(&latest).zip(&latest).all(|(start, end)| start < end) {
         return Some(latest);

@@ -1,7 +1,7 @@
 //! Input of the solver: the cost of giving a run of layers to a stage, in constant time.
 //!
-//! [Note: monotone] A longer run never costs less and never needs fewer bytes. All of `partition` relies on
-//! it.
+//! [Note: monotone] A longer run of layers never costs less and never needs fewer bytes. All of `partition` relies
+//! on this.
 
 use super::BalanceError;
 use crate::schedule::is_time;
@@ -13,7 +13,7 @@ pub struct Load {
     pub time: f64,
     /// Bytes that are in use all the time.
     pub bytes: u64,
-    /// Bytes of each micro-batch that is held.
+    /// Bytes of activations, for each micro-batch that the stage holds.
     pub activation_bytes: u64,
     /// Bytes sent to the next stage if the model is cut after this layer.
     pub output_bytes: u64,
@@ -26,7 +26,7 @@ pub struct Slot {
     pub speed: f64,
     /// Memory in bytes; `None` for no limit.
     pub memory: Option<u64>,
-    /// Number of micro-batches that it holds at one time.
+    /// Number of micro-batches that the stage holds at one time.
     pub held: u64,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct PartitionProblem<'a> {
     stages: &'a [Slot],
     layers: &'a [Load],
     goal: BalanceGoal,
-    /// Whether the goal [`BalanceGoal::Bytes`] counts shares of the memory.
+    /// Whether costs by [`BalanceGoal::Bytes`] are shares of a stage's memory instead of numbers of bytes.
     shares: bool,
     time: Vec<f64>,
     bytes: Vec<u128>,
@@ -95,14 +95,15 @@ impl<'a> PartitionProblem<'a> {
             return (self.time[end] - self.time[start]) / stage.speed;
         }
         let bytes = self.bytes(j, start, end) as f64;
-        // An unlimited memory has no share, so shares count only if all stages have a limit.
+        // A share needs a limit, so costs are shares only if all stages have one.
         match stage.memory {
             Some(memory) if self.shares => bytes / memory as f64,
             _ => bytes,
         }
     }
 
-    /// Returns whether stage `j` may have the layers, at a cost of no more than `most`.
+    /// Returns whether stage `j` can have the layers from `start` to `end`: its cost is at most `most`, and the
+    /// layers fit its memory if that counts.
     pub(super) fn allows(&self, j: usize, start: usize, end: usize, most: f64) -> bool {
         let limit = self.stages[j].memory.filter(|_| self.goal == BalanceGoal::TimeWithin);
         self.cost(j, start, end) <= most
@@ -122,7 +123,8 @@ impl<'a> PartitionProblem<'a> {
 
     /// Returns the error when nothing fits.
     pub(super) fn does_not_fit(&self) -> BalanceError {
-        // Counted with the fewest micro-batches that any stage holds: a lower bound.
+        // Every layer is counted with the fewest micro-batches that any stage holds, so the bytes are lower
+        // bounds.
         let held = self.stages.iter().map(|stage| u128::from(stage.held)).min().unwrap_or(0);
         let layer = |layer: &Load| {
             u128::from(layer.bytes) + u128::from(layer.activation_bytes).saturating_mul(held)
@@ -149,7 +151,7 @@ fn check(layers: &[Load], stages: &[Slot]) -> Result<(), BalanceError> {
     if let Some(layer) = layers.iter().position(|layer| !is_time(layer.time)) {
         return Err(BalanceError::BadTime { layer, what: "whole", value: layers[layer].time });
     }
-    // Not a subnormal speed: a time divided by it would be infinite.
+    // Subnormal speeds are refused, because a time divided by one could be infinite.
     let is_speed = |speed: f64| speed.is_normal() && speed > 0.0;
     if let Some(device) = stages.iter().position(|stage| !is_speed(stage.speed)) {
         return Err(BalanceError::BadSpeed { device, value: stages[device].speed });

@@ -63,8 +63,8 @@ pub struct LayerCost {
     /// all else but gradients of parameters; 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub backward_peak: u64,
-    /// Bytes that one sample holds between its input gradient and its weight gradient, including its input
-    /// if the latter needs it. If not known, as many as before the input gradient.
+    /// Bytes that one sample holds between its input gradient and its weight gradient, including its input if the
+    /// weight gradient needs that. If not known, as many as before the input gradient.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub split_bytes: Option<u64>,
     /// Bytes of one sample's output.

@@ -16,7 +16,7 @@ impl Balance {
     /// Creates a balance from its sizes, for a model of `layers` layers.
     ///
     /// # Errors
-    /// If they do not sum to `layers`, or one is 0.
+    /// If the sizes do not sum to `layers`, or one of them is 0.
     pub fn new(sizes: impl Into<Vec<usize>>, layers: usize) -> Result<Self, BalanceError> {
         let sizes = sizes.into();
         if sizes.is_empty() {

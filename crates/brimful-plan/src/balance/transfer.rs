@@ -1,8 +1,8 @@
 //! Finds the cut under a bound that sends the fewest bytes over its boundaries; among equals, an even one.
 //!
-//! Dynamic programming, stage by stage: for each layer at which the stage can end, it finds the cheapest way
-//! to get there. A later end only excludes starts on the left ([Note: monotone]), so the possible starts are
-//! a window that slides to the right. A queue keeps the cheapest start of the window in front.
+//! Dynamic programming, stage by stage: for each layer at which the stage can end, it finds the cheapest cut of
+//! the layers up to there. A later end only excludes starts on the left ([Note: monotone]), so the possible starts
+//! are a window that slides to the right. A queue keeps the cheapest start of the window in front.
 
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -41,7 +41,7 @@ struct Way {
     start: usize,
     /// Bytes over all boundaries up to the end of this stage.
     sent: u128,
-    /// Sum of the squared costs, which is least if they are even.
+    /// Sum of the stages' squared costs, which is smallest if the costs are equal.
     unevenness: f64,
 }
 
@@ -72,9 +72,9 @@ impl CutSearch<'_> {
         StageEnds { first, ways: ways.collect() }
     }
 
-    /// Returns an even way among those that send least. The best start moves right with the end, so the
-    /// search continues from the last one. Among equals the earliest start wins, which gives later stages
-    /// more layers: earlier ones hold more micro-batches under most schedules.
+    /// Returns an even way among those that send the fewest bytes. As the end moves right, so does the best start.
+    /// So the search begins at the best start of the previous end. Among equally even ways the earliest start
+    /// wins: it leaves fewer layers to earlier stages, which hold more micro-batches under most schedules.
     fn best(&self, window: &mut StartWindow, j: usize, end: usize) -> Option<Way> {
         let least = window.queue.front()?.1.sent;
         let candidate = |at: usize| {
@@ -96,7 +96,7 @@ impl CutSearch<'_> {
     }
 }
 
-/// Possible starts of a stage with their ways; none sends less than those before it.
+/// Possible starts of a stage with their ways, sorted by the bytes that they send, the fewest first.
 struct StartWindow {
     queue: VecDeque<(usize, Way)>,
     /// First start that is not in the window yet.
@@ -127,8 +127,8 @@ impl StartWindow {
     }
 }
 
-/// Start of a stage for each of its ends, kept to trace the cut back. Four bytes each instead of a whole
-/// [`Way`], because there are thousands of stages times layers.
+/// Start of a stage for each of its ends, kept to trace the cut back. Four bytes each instead of a whole [`Way`],
+/// because there can be thousands of pairs of a stage and a layer.
 struct StageStarts {
     first: usize,
     starts: Vec<u32>,

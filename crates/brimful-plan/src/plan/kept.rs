@@ -30,7 +30,8 @@ pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<Plan
     let keeping = PlanChoice { recompute: Recompute::Never, ..choice };
     let keeping = BalanceTrial::new(request, keeping)?;
     let (fastest, all) = (keeping.fastest()?, keeping.best()?);
-    // If memory forces another balance, recomputing with the fastest one can be better.
+    // If the fastest balance does not fit with all activations kept, recomputing some of them with that balance
+    // can be faster than another balance that keeps them all.
     if all.fits && all.balance == fastest {
         return Ok(all);
     }
@@ -54,7 +55,7 @@ pub(super) fn best_row(request: &Request<'_>, choice: PlanChoice) -> Result<Plan
 
 /// Stages of one balance, some of which keep their activations.
 struct KeptStages<'a> {
-    /// Trial in which nothing is kept.
+    /// Trial in which every stage recomputes its activations.
     trial: &'a BalanceTrial<'a>,
     balance: Balance,
     /// Costs of each stage with activations kept, and with recomputation.
@@ -62,7 +63,7 @@ struct KeptStages<'a> {
 }
 
 impl<'a> KeptStages<'a> {
-    /// Estimates the offers; `kept` are the actions of the same choice with everything kept.
+    /// Estimates the offers; `kept` has the actions of the same choice with all activations kept.
     fn new(trial: &'a BalanceTrial<'a>, kept: &Actions, balance: Balance) -> Self {
         let costs = trial.costs(&balance);
         let offers = (0..costs.stages.len()).map(|j| {
@@ -70,7 +71,7 @@ impl<'a> KeptStages<'a> {
             let again =
                 |action: &&Action| action.kind == ActionKind::Recompute && action.stage == stage;
             let runs = trial.actions.lists().iter().flatten().filter(again).count();
-            // One micro-batch's activations are there during its backward in any case.
+            // One micro-batch's activations are in memory during its backward in any case.
             let more = kept.held(stage).saturating_sub(1) as u64;
             let bytes = more.saturating_mul(cost.activation_bytes);
             let seconds = runs as f64 * cost.recompute;
@@ -102,8 +103,8 @@ impl<'a> KeptStages<'a> {
         self.one_by_one(best).map(Some)
     }
 
-    /// Lets further stages keep their activations if they fit, the longest first. Leaves automatic
-    /// schedules alone: each try would need a search for a new one.
+    /// Lets further stages keep their activations if these fit, beginning with the longest recompute. Leaves
+    /// automatic schedules unchanged, because each try would need a search for a new schedule.
     fn one_by_one(&self, mut best: PlanRow) -> Result<PlanRow, PlanError> {
         if best.choice.schedule.is_automatic() {
             return Ok(best);

@@ -3,8 +3,8 @@
 
 use crate::schedule::DeviceId;
 
-/// Units of the capacity. A way's bytes are rounded up to whole units, so ways that fit in units fit in
-/// bytes; at most one unit a stage is lost.
+/// Number of units in the capacity. A way's bytes are rounded up to whole units, so ways that fit by units also
+/// fit by bytes. Rounding loses at most one unit for each stage.
 const UNITS: usize = 4096;
 
 /// One way to run a stage, and its cost.
@@ -24,8 +24,8 @@ pub(super) fn pick(stages: &[Vec<Offer>], bytes: u64) -> Option<Vec<usize>> {
     let unit = bytes.div_ceil(UNITS as u64).max(1);
     let units = |bytes: u64| usize::try_from(bytes.div_ceil(unit)).unwrap_or(usize::MAX);
     let capacity = (bytes / unit) as usize;
-    // Element c: the least time of the stages so far in c units; `taken` has the offer of each stage that
-    // led there.
+    // Element c of `least` is the shortest time of the stages so far with c units. `taken` has the offers that
+    // give these times, for each stage.
     let mut least = vec![0.0; capacity + 1];
     let mut taken = Vec::with_capacity(stages.len());
     for offers in stages {

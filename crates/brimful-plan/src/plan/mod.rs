@@ -82,7 +82,8 @@ pub fn plan_watched(
         }
         watch(choice);
     }
-    // Only if nothing fits, because choosing the stages to offload needs many simulations.
+    // Offloading is planned only if nothing else fits, because choosing the stages to offload needs many
+    // simulations.
     if let Some(memory) = request.host_memory.filter(|_| !plan.rows.iter().any(|row| row.fits)) {
         plan.rows.extend(with_offload::rows(request, memory)?);
     }
@@ -98,8 +99,9 @@ pub fn plan_watched(
 
 fn rank(rows: &mut [PlanRow]) {
     let shortest = rows.iter().map(|row| row.makespan).fold(f64::INFINITY, f64::min);
-    // Makespans are sums in different orders: those that differ by rounding alone must be equal, or memory
-    // would never decide. Compared in whole units, because "nearly equal" is not transitive.
+    // Makespans are sums in different orders, so equal ones can differ by rounding. They must compare as equal, or
+    // the smaller memory would never decide. They are compared in whole units, because a comparison with a
+    // tolerance is not transitive.
     let unit = f64::max(shortest * 1e-9, f64::MIN_POSITIVE);
     rows.sort_by(|a, b| a.rank(b, unit));
 }

@@ -91,7 +91,8 @@ impl<'a> Request<'a> {
 
     /// Returns every combination of schedules and numbers of micro-batches.
     pub(super) fn choices(&self) -> impl Iterator<Item = PlanChoice> {
-        // Without recomputation a step is fastest: a later search adds it only if the step does not fit.
+        // A step without recomputation is fastest. A later search adds recomputation only if the step does not
+        // fit.
         let recompute = self.recompute.unwrap_or(Recompute::Never);
         self.schedules.iter().flat_map(move |&schedule| {
             let choice = move |&micro_batches| PlanChoice { schedule, micro_batches, recompute };
@@ -125,8 +126,8 @@ impl<'a> Request<'a> {
     }
 }
 
-/// Returns 1, 2, 3, 4, 6, 8, 12, … up to the number of samples: each is larger than the one before by a
-/// half or a third.
+/// Returns 1, 2, 3, 4, 6, 8, 12, … up to 64 or the number of samples. From 2 on, each number is larger than the
+/// one before by a half or a third.
 fn usual_micro_batches(samples: usize) -> Vec<usize> {
     let usual = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64];
     usual.into_iter().filter(|m| *m <= samples).collect()

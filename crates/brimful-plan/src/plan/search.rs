@@ -37,8 +37,8 @@ fn impossible(request: &Request<'_>, choice: PlanChoice) -> Option<Reason> {
 pub(super) struct BalanceTrial<'a> {
     pub(super) request: &'a Request<'a>,
     choice: PlanChoice,
-    /// Actions of the choice. An automatic schedule is made for a balance; until there is one, the leanest
-    /// similar schedule stands in.
+    /// Actions of the choice. An automatic schedule is made only for a given balance. Until a balance is chosen,
+    /// the leanest named schedule with the same placement replaces the automatic one.
     pub(super) actions: Actions,
     costs: StepCosts<'a>,
     loads: Vec<Load>,
@@ -52,8 +52,8 @@ impl<'a> BalanceTrial<'a> {
         let actions = alike.actions(request.devices.len(), micro_batches, recompute)?;
         let costs = StepCosts::new(request, micro_batches);
         let loads = costs.loads(recompute);
-        // A device's memory, in equal parts for its stages: the balancer has limits for stages only, and
-        // the stages of one device are similar under every schedule here.
+        // A device's memory is divided equally among its stages: the balancer has limits for stages only, and the
+        // stages of one device are similar under every schedule here.
         let parts = schedule.stages_per_device() as u64;
         let slot = |(j, device): (usize, &DeviceId)| {
             let device = request.devices[device.index()];
@@ -71,7 +71,7 @@ impl<'a> BalanceTrial<'a> {
         if fastest.fits {
             return Ok(fastest);
         }
-        // Among equal excesses the earlier row stays, which is the faster.
+        // Among rows of equal excess the earlier one wins, which is faster.
         let others = self.within_memory()?.into_iter();
         Ok(others.fold(fastest, |best, row| if row.excess() < best.excess() { row } else { best }))
     }

@@ -42,7 +42,7 @@ impl<'a> StepCosts<'a> {
         let runs_again = if recompute == Recompute::Never { 0.0 } else { 1.0 };
         let load = |layer: &LayerCost| {
             let cost = self.layer(layer, &(0..0));
-            // Gradients of a micro-batch are freed before sums are cast.
+            // Gradients of a micro-batch are freed before sums are cast, so only the larger of the two counts.
             let fresh = if self.sums_apart { cost.fresh_bytes } else { 0 };
             Load {
                 time: cost.forward * (1.0 + runs_again) + cost.backward,
@@ -109,8 +109,8 @@ impl<'a> StepCosts<'a> {
         let summed = times(used_trained, self.request.gradient_bytes);
         let sent = self.request.sent_gradient_bytes;
         let sent = sent.map_or(summed, |each| times(used_trained, each));
-        // Sums of another dtype than the parameters' are cast on a device, which needs both; offloaded sums
-        // stay as they are.
+        // On a device, sums of another dtype than the parameters' are cast, and both copies need memory. Offloaded
+        // sums keep their dtype.
         let is_cast = summed != used_trained;
         let state = times(own_trained, self.request.optimizer_bytes);
         let updated = own_trained.saturating_add(state);

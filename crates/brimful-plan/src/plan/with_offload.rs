@@ -7,8 +7,8 @@ use super::offload::{OffloadChoice, OffloadError, OffloadRequest, choose};
 use super::stage_costs::StepCosts;
 use super::{PlanChoice, PlanError, PlanRow, PlannedStage, Request};
 
-/// Largest number of stages: the model is cut finely, so that device buffers are small, but a choice needs
-/// many simulations of a step.
+/// Largest number of stages. The model is cut finely, so that device buffers are small. The limit keeps the search
+/// short, because it simulates many steps.
 const MOST_STAGES: usize = 128;
 
 /// Returns a row for each number of micro-batches with which the model fits.
@@ -63,8 +63,8 @@ fn row(
     Ok(Some(PlanRow { stages: stages(&chosen), device_buffers, host_bytes, ..row }))
 }
 
-/// Returns the pairs of stages that share parameters on one device; on different ones each has its own
-/// copy.
+/// Returns the pairs of stages that share parameters and are on one device. Stages on different devices have a
+/// copy each.
 fn ties(request: &Request<'_>, balance: &Balance, placement: &[DeviceId]) -> Vec<(usize, usize)> {
     let stage_of = |layer: usize| balance.ranges().position(|range| range.contains(&layer));
     let layers = request.profile.layers.iter().enumerate();

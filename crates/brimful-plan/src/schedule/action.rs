@@ -94,19 +94,20 @@ impl ActionKind {
         }
     }
 
-    /// Returns whether it needs the gradient from the next stage, and makes the gradient for the previous one.
+    /// Returns whether this action needs the gradient from the next stage, and makes the gradient for the previous
+    /// one.
     #[must_use]
     pub const fn passes_gradient(self) -> bool {
         matches!(self, Self::Backward | Self::InputGradient)
     }
 
-    /// Returns whether it is the last to need the micro-batch's activations.
+    /// Returns whether this is the last action that needs the micro-batch's activations.
     #[must_use]
     pub const fn releases(self) -> bool {
         matches!(self, Self::Backward | Self::WeightGradient)
     }
 
-    /// Returns whether it keeps a micro-batch's activations. A forward that is recomputed keeps only its
+    /// Returns whether this action keeps a micro-batch's activations. A forward that is recomputed keeps only its
     /// input; the recompute keeps the activations.
     pub(super) fn keeps(self, is_recomputed: bool) -> bool {
         match self {
@@ -142,7 +143,7 @@ impl Action {
         Self { stage, kind, micro_batch }
     }
 
-    /// Returns the stage whose output it takes: forwards take boundaries, backwards gradients.
+    /// Returns the stage whose output this action takes: forwards take boundaries, backwards take gradients.
     pub(crate) fn source(self, last: StageId) -> Option<StageId> {
         match self.kind {
             ActionKind::Forward => self.stage.before(),
@@ -151,7 +152,7 @@ impl Action {
         }
     }
 
-    /// Returns the stage that takes its output.
+    /// Returns the stage that takes this action's output.
     pub(crate) fn target(self, last: StageId) -> Option<StageId> {
         match self.kind {
             ActionKind::Forward => self.stage.after(last),
@@ -160,7 +161,7 @@ impl Action {
         }
     }
 
-    /// Returns the index of the channel that it uses: 0 for boundaries, 1 for gradients.
+    /// Returns the index of the channel that this action uses: 0 for boundaries, 1 for gradients.
     pub(crate) fn channel(self) -> usize {
         usize::from(self.kind.passes_gradient())
     }

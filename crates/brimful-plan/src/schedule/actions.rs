@@ -53,8 +53,8 @@ impl Actions {
     ) -> Result<Self, ScheduleError> {
         let phases = |list: &Vec<Action>| {
             let of = |wanted: fn(ActionKind) -> bool| list.iter().filter(move |a| wanted(a.kind));
-            // Recomputes are left out and inserted anew: with all forwards first, other micro-batches need
-            // one.
+            // Recomputes are left out and inserted anew: with all forwards first, other micro-batches need a
+            // recompute.
             let forwards = of(|kind| kind == ActionKind::Forward);
             let backwards = of(|kind| !matches!(kind, ActionKind::Forward | ActionKind::Recompute));
             recompute::weave(forwards.chain(backwards).copied().collect(), &recompute)
@@ -112,9 +112,10 @@ impl Actions {
         self.facts.held.get(stage.index()).copied().unwrap_or(0)
     }
 
-    /// Returns the smallest capacity of the channels between stages with which no device waits for ever, if
-    /// a sender waits while its channel is full. It is 1 for every [`Schedule`] here except breadth-first
-    /// on several devices, whose boundaries wait for the whole mini-batch; custom lists may need more too.
+    /// Returns the smallest capacity of the channels between stages with which no device waits for ever. A sender
+    /// waits while its channel is full. The capacity is 1 for every [`Schedule`] except breadth-first on several
+    /// devices, where boundaries queue until the whole mini-batch has passed a stage. Custom lists may need more
+    /// than 1, too.
     ///
     /// [`Schedule`]: super::Schedule
     #[must_use]

@@ -8,10 +8,10 @@
 //! device 1  ·   1F0 1F1 3F0 3F1 3B1──── 3B0──── 1B1──── 1B0──── ·   ·
 //! ```
 //!
-//! A stage runs all its forwards in a row and all its backwards in another, so offloaded weights are
-//! fetched once for each, however many micro-batches there are (see [`Transfers`](super::Transfers)). The price is
-//! that every boundary waits for the whole mini-batch. The backwards run in reverse order: the last
-//! activations are used first.
+//! A stage runs all its forwards in a row and all its backwards in another, so offloaded weights are fetched once
+//! for the forwards and once for the backwards, however many micro-batches there are (see
+//! [`Transfers`](super::Transfers)). The price is that every boundary waits for the whole mini-batch. The
+//! backwards run in reverse order: the last activations are used first.
 //!
 //! With one stage on each device it is GPipe: every forward, then every backward, the last micro-batch
 //! first.

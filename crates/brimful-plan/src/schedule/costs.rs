@@ -4,7 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Action, ActionKind, CostError, StageId};
 
-/// Costs of one micro-batch on one stage. Times are in any one unit. Byte counts that are not known are 0.
+/// Costs of one micro-batch on one stage. All times have the same unit, whichever it is. Byte counts that are not
+/// known are 0.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct StageCost {
     /// Time of a forward.
@@ -27,20 +28,21 @@ pub struct StageCost {
     pub cast_bytes: u64,
     /// Bytes of one micro-batch's weight gradients, beside the sums, before they are added.
     pub fresh_bytes: u64,
-    /// Bytes of these gradients that are converted at one time, after the backward, if the sums have another
-    /// dtype.
+    /// Bytes of one micro-batch's weight gradients that are converted at one time, after the backward, if the sums
+    /// have another dtype.
     pub converted_bytes: u64,
     /// Bytes of the optimizer's state, in use all the time.
     pub optimizer_bytes: u64,
     /// Bytes that one micro-batch's forward keeps for its backward, without the stage's input.
     pub activation_bytes: u64,
-    /// Peak bytes of a forward that keeps its activations, including those; ignored if smaller.
+    /// Peak bytes of a forward that keeps its activations, including the activations; ignored if below
+    /// `activation_bytes`.
     pub forward_peak: u64,
-    /// Peak bytes of a backward: activations, the gradients of the stage's output and input, and all else
-    /// but gradients of weights; ignored if smaller.
+    /// Peak bytes of a backward: activations, the gradients of the stage's output and input, and all else but
+    /// gradients of weights; ignored if below the sum of activations and those two gradients.
     pub backward_peak: u64,
-    /// Bytes that one micro-batch holds between its input gradient and its weight gradient, including the
-    /// stage's input if the latter needs it; if not known, as many as before the input gradient.
+    /// Bytes that one micro-batch holds between its input gradient and its weight gradient, including the stage's
+    /// input if the weight gradient needs that. If not known, as many as before the input gradient.
     pub split_bytes: Option<u64>,
     /// Bytes of one micro-batch's output, the boundary to the next stage.
     pub output_bytes: u64,
@@ -131,7 +133,7 @@ impl Default for HostLinkCost {
 }
 
 impl HostLinkCost {
-    /// Returns a link with the same bandwidth in each direction, whatever the use of the other.
+    /// Returns a link with the same bandwidth in each direction, whether or not the other direction is in use.
     #[must_use]
     pub const fn equal(bandwidth: f64) -> Self {
         Self { inward: bandwidth, outward: bandwidth, both: bandwidth }
@@ -158,7 +160,8 @@ pub struct Costs {
     /// Host link between a device and host memory.
     #[serde(alias = "bus")]
     pub host_link: HostLinkCost,
-    /// Whether offloaded stages are updated in the backward: state comes with their last fetch, not with their first.
+    /// Whether offloaded stages are updated in the backward. If so, the optimizer's state comes with a stage's
+    /// last fetch, otherwise with its first.
     #[serde(default)]
     pub update_in_backward: bool,
 }

@@ -38,7 +38,7 @@ impl Awaited {
     pub const ALL: [Self; 4] =
         [Self::Weights, Self::Boundaries, Self::GradientMemory, Self::Update];
 
-    /// Returns the cause of a wait while this kind of transfer runs and nothing else.
+    /// Returns the cause of a wait during which only this kind of transfer runs.
     #[must_use]
     pub const fn of(kind: TransferKind) -> Self {
         match kind {
@@ -63,7 +63,8 @@ impl Awaited {
         }
     }
 
-    /// Returns the letter in a run's file, which no action or transfer has (`tests/suite/letters.rs`).
+    /// Returns the letter of this cause in the file of a run. No action or transfer has the same letter
+    /// (`tests/suite/letters.rs`).
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
@@ -89,8 +90,9 @@ pub struct WaitSpan {
 /// Use of a device's host link in one step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostLinkUse {
-    /// Transfers by their start, one at a time in each direction. Includes releases, which transfer nothing and
-    /// take no time. Skips that belong to a boundary are separate transfers of the same name.
+    /// Transfers, sorted by their start; each direction has one at a time. Includes releases, which transfer
+    /// nothing and take no time. A skip connection across a boundary is a separate transfer with the boundary's
+    /// name.
     #[serde(alias = "moves")]
     pub transfers: Vec<TransferSpan>,
     /// Waits of compute, in order.

@@ -34,8 +34,8 @@ impl Costs {
 }
 
 impl Simulation {
-    /// Returns a measured step. Times are in any one unit and from any origin, but actions and transfers
-    /// must have the same.
+    /// Returns a measured step. Times may have any unit and any origin, but actions and transfers must have the
+    /// same unit and origin.
     ///
     /// `timeline`, `host_links` and `peaks` have an element for each device. `host_links` is empty if
     /// transfers were not timed; missing peaks count as 0.

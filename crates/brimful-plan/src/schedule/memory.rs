@@ -11,9 +11,9 @@
 //! If the previous stage is on the same device and keeps its activations, the input is one of them, and is
 //! counted there. Other boundaries between two stages on one device are counted from their creation.
 //!
-//! Between I and W a split backward holds the inputs of W: gradients made by I, and some of the activations.
-//! In a transformer that is as much as before I, which is the default if it was not measured. In a chain of
-//! linear layers and tanh it is twice as much.
+//! Between I and W a split backward holds the inputs of W: gradients made by I, and some of the activations. In a
+//! transformer these are as many bytes as before I, which is the default if they were not measured. In a chain of
+//! linear layers and tanh they are twice as many.
 //!
 //! Parameters and the optimizer's state are in use all the time. The sums of a stage's gradients are in use
 //! from its first backward on. At the end of the step, the sums are cast to the parameters' dtype.
@@ -62,8 +62,8 @@ pub(super) fn walk(
         let (taken_up, left) = waiting(costs, span.action, held_as);
         let is_first = span.action.kind.releases() && summed.insert(span.action.stage);
         bytes += if is_first { u128::from(costs.of(span.action).gradient_bytes) } else { 0 };
-        // Within an action only its working bytes exceed those before or after, so its two ends show the
-        // peak.
+        // An action's peak is at its start, which counts its working bytes, or at its end. So the memory at these
+        // two times is enough.
         bytes = bytes + takes - taken_up;
         held += usize::from(kept);
         look(span.start, clamp(bytes + passing), held);

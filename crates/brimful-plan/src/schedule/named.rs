@@ -90,8 +90,8 @@ impl Schedule {
         matches!(self, Self::Auto | Self::AutoInterleaved { .. } | Self::AutoV)
     }
 
-    /// Returns the named schedules with the same placement, the one that holds least first; for a named
-    /// schedule, itself only.
+    /// Returns the named schedules with the same placement, the one that holds the fewest activations first. For a
+    /// named schedule, returns only this schedule.
     pub(crate) fn alike(self) -> Vec<Self> {
         match self {
             // Interleaved with one stage per device is 1F1B that runs ahead twice as far.

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use super::automatic::{self, Work};
 use super::{Actions, Costs, Recompute, Schedule, ScheduleError, StageId};
 
-/// Inputs of [`Schedule::Auto`]: the costs of a micro-batch on each stage, the placement of the stages, and
-/// the memory of each device. It makes lists for any number of micro-batches.
+/// Inputs of [`Schedule::Auto`]: the costs of a micro-batch on each stage, the placement of the stages, and the
+/// memory of each device. The recipe makes lists for any number of micro-batches.
 ///
 /// ```
 /// use brimful_plan::schedule::{Costs, Recompute, Schedule, StageCost, simulate};

@@ -11,19 +11,19 @@ use super::{Action, ActionKind, ScheduleError, StageId};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// All activations are kept: the fastest mode, with the most memory.
+    /// All activations are kept: the fastest mode, which needs the most memory.
     #[default]
     Never,
-    /// None is kept, unless the backward is the very next action after the forward (GPipe's last
-    /// micro-batch, 1F1B's whole last stage): as little memory as `Always`, because one micro-batch's
+    /// Activations are kept only if the backward is the next action after the forward, as for GPipe's last
+    /// micro-batch and on 1F1B's last stage. Needs as little memory as `Always`, because one micro-batch's
     /// activations are in use during a backward in any case.
     ExceptLast,
-    /// None is kept.
+    /// No activations are kept.
     Always,
 }
 
 impl Recompute {
-    /// All modes, from the fastest to the smallest.
+    /// All modes, from the fastest to the one that needs the least memory.
     pub const ALL: [Self; 3] = [Self::Never, Self::ExceptLast, Self::Always];
 
     /// Returns the name, as it is shown and parsed.

@@ -57,7 +57,7 @@ impl Ways {
         if from == to {
             return end;
         }
-        // A device sends to few others, however many there are: a short list, not a table of pairs.
+        // A device sends to only a few others, so a short list replaces a table of all pairs.
         let ways = &mut self.free[from.index()];
         let at = ways.iter().position(|(device, _)| *device == to).unwrap_or_else(|| {
             ways.push((to, 0.0));
@@ -83,8 +83,8 @@ impl Arrivals {
         Self { micro_batches, at: [never(), never()] }
     }
 
-    /// Returns the arrival time of the action's input if `stage` is the action's own. If `stage` is the
-    /// neighbour that takes the action's output, returns that of the output.
+    /// Returns the arrival time of the action's input if `stage` is the action's own. If `stage` is the neighbour
+    /// that takes the action's output, returns the arrival time of the output.
     pub(super) fn cell(&mut self, stage: StageId, action: Action) -> &mut f64 {
         let at = stage.index() * self.micro_batches + action.micro_batch.index();
         &mut self.at[action.channel()][at]
@@ -106,9 +106,9 @@ impl<'a> Simulator<'a> {
 
     /// Runs all actions. They are validated, so no device waits for ever.
     fn run(mut self) -> Vec<Vec<Span>> {
-        // The times do not depend on the order in which devices are visited: an action's start depends only
-        // on its device's action before and on its own input. So no event queue is needed; a device runs as
-        // far as it can, and is visited again when an input arrives.
+        // The times do not depend on the order in which devices are visited: an action's start depends only on its
+        // own input and on the previous action of its device. So no event queue is needed; a device runs as far as
+        // it can, and is visited again when an input arrives.
         while let Some(device) = self.awake.pop() {
             while self.advance(device) {}
         }

@@ -49,7 +49,7 @@ impl Simulation {
         self.makespan
     }
 
-    /// Returns the idle time of all devices over all their time: 0 if all devices are always busy.
+    /// Returns the idle time of all devices as a share of their total time: 0 if all devices are always busy.
     #[must_use]
     pub fn bubble(&self) -> f64 {
         // Sums shares, not times: a sum of times could overflow.

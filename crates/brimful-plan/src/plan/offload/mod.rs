@@ -74,8 +74,8 @@ impl<'a> OffloadRequest<'a> {
 /// Returns the shortest step that fits.
 ///
 /// # Errors
-/// If nothing fits: with the stage that is too large, or the memory that the host lacks. If costs or
-/// schedule are invalid.
+/// If costs or schedule are invalid, or nothing fits. In the latter case the error names the stage that is too
+/// large, or the memory that the host lacks.
 pub fn choose(request: &OffloadRequest<'_>) -> Result<OffloadChoice, OffloadError> {
     search::Search::new(request)?.best()
 }

@@ -16,15 +16,15 @@ const TRIES: usize = 6;
 /// Largest number of changes simulated in the end: nearly all single changes of a pipeline of 32 stages.
 const CHANGES: usize = 150;
 
-/// Steps that differ by less are equal: their times are sums in different orders.
+/// Factor by which a step must be shorter to be better: times are sums in different orders, so equal steps can
+/// differ by rounding.
 const ROUNDING: f64 = 1.0 - 1e-9;
 
 /// Numbers of device buffers to compare: two hide the fetches, one needs less memory.
 const DEVICE_BUFFERS: [usize; 2] = [2, 1];
 
-/// Prices of host memory, tried in this order until the offloaded bytes fit the host. A price is for all
-/// bytes that could be offloaded, as a multiple of the estimated time of all stages. The last one exceeds
-/// everything else.
+/// Prices of host memory, tried in this order until the offloaded bytes fit the host. A price is for all bytes
+/// that could be offloaded, as a multiple of the estimated time of all stages. The last price outweighs all times.
 const HOST_PRICES: [f64; 5] = [0.0, 0.01, 0.1, 1.0, 100.0];
 
 /// One way of a stage: its index in [`StageWay::ALL`], and its cost.
@@ -88,7 +88,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Returns the best ways that fit. `leanest` fits on the devices, and has the number of device buffers.
+    /// Returns the best ways that fit. `leanest` has ways that fit on the devices, and the number of device
+    /// buffers.
     fn beyond_leanest(&self, leanest: &Tried) -> Result<Tried, OffloadError> {
         let mut least_over = None;
         for price in HOST_PRICES {
@@ -98,12 +99,13 @@ impl<'a> Search<'a> {
                 Some(error) => least_over = Some(error),
             }
         }
-        // The last price exceeds everything else: with it, as little as possible is offloaded.
+        // The last price outweighs all times, so even the fewest possible offloaded bytes do not fit.
         Err(least_over.unwrap_or(OffloadError::HostTooSmall { needed: 0, memory: 0 }))
     }
 
-    /// Returns the best result of several knapsacks that fits on the devices. The first capacity is the
-    /// memory that the leanest ways leave free. The excess or the free bytes of each result correct it.
+    /// Returns the best result of several knapsacks that fits on the devices. The first capacity is a device's
+    /// memory without the bytes that its stages share. The excess or the free bytes of each result correct the
+    /// capacity.
     fn knapsacks(&self, leanest: &Tried, price: f64) -> Result<Tried, OffloadError> {
         let mut capacities = self.capacities(leanest);
         let mut best: Option<Tried> = None;
@@ -122,7 +124,7 @@ impl<'a> Search<'a> {
         Ok(best.unwrap_or_else(|| leanest.clone()))
     }
 
-    /// Returns the better result of changes from the knapsack's ways and from the leanest.
+    /// Improves the knapsack's ways and the leanest ways by small changes, and returns the better result.
     fn changed_from(&self, starts: [Tried; 2]) -> Result<Tried, OffloadError> {
         let [found, leanest] = starts.map(|start| self.changed(start));
         let (found, leanest) = (found?, leanest?);
@@ -210,7 +212,7 @@ impl<'a> Search<'a> {
             bytes.fold(0, u64::saturating_add)
         };
         let capacity = |(d, memory): (usize, &Option<u64>)| match memory {
-            // Enough for the largest ways, with their rounding.
+            // Without a limit, the capacity is enough for the largest ways, with their rounding.
             None => own(d, &|j| self.offers[j][0].0).saturating_mul(2),
             Some(memory) => {
                 let leanest_own = own(d, &|j| leanest.ways[j]);

@@ -21,9 +21,8 @@ pub(super) enum Kept {
 }
 
 impl StageWay {
-    /// All ways, the leanest last. Activations are kept only if the weights stay on the device: their graph
-    /// refers to the device memory of the weights, which other stages reuse after an offloaded stage has
-    /// left.
+    /// All ways, the leanest last. Activations are kept only if the weights stay on the device: the autograd graph
+    /// refers to the device memory of the weights, and other stages reuse the memory of an offloaded stage.
     pub(super) const ALL: [Self; 5] = [
         Self { weights: Location::Device, kept: Kept::Activations },
         Self { weights: Location::Device, kept: Kept::Input },
@@ -51,12 +50,12 @@ pub(super) struct WayCost {
     pub(super) device_bytes: u64,
     pub(super) host_bytes: u64,
     pub(super) seconds: f64,
-    /// Part of the seconds by which copies slow down concurrent compute.
+    /// Part of `seconds`: the time by which copies slow down concurrent compute.
     pub(super) disturbance: f64,
 }
 
-/// Copies slow down concurrent matrix products, by this part of the copies' time (measured: 8 GiB of copies
-/// delay 160 ms of products by 2.3 ms). It makes the planner prefer the device for stages that fit.
+/// Share of a copy's time by which the copy slows down concurrent matrix products (measured: 8 GiB of copies delay
+/// 160 ms of products by 2.3 ms). With this cost, the planner leaves stages that fit on the device.
 const DISTURBANCE: f64 = 0.015;
 
 /// One stage in one step.
@@ -86,7 +85,7 @@ impl StageStep<'_> {
             Location::Host => (0, self.offloaded_bytes(cost)),
         };
         let host_link = self.host_link_times(way, cost, input as f64);
-        // A boundary is copied out once and in twice, its gradient once in each direction.
+        // A boundary is copied out once and in twice, its gradient once in each direction: five copies.
         let disturbance = DISTURBANCE
             * (2.0 * host_link.fetch
                 + host_link.update_in

@@ -3,7 +3,8 @@
 use super::super::{Action, ActionKind, Actions, CostError, recompute, simulate};
 use super::Work;
 
-/// Steps that differ by less are equal: their times are sums in different orders.
+/// Relative difference below which makespans are equal: times are sums in different orders, so equal steps can
+/// differ by rounding.
 const ROUNDING: f64 = 1e-9;
 
 /// Lists of actions, and their simulated time and memory.
@@ -45,8 +46,8 @@ impl Candidate {
         }))
     }
 
-    /// Returns whether it is better: by excess of memory, then by time. Among equals, less memory wins, then
-    /// fewer split backwards.
+    /// Returns whether this candidate is better: by excess of memory, then by time. Among equals, less memory
+    /// wins, then fewer split backwards.
     pub(super) fn is_better(&self, other: &Self) -> bool {
         let rest = |of: &Self| (of.largest_peak, of.most_held, of.halved);
         if self.over != other.over {

@@ -184,8 +184,8 @@ impl<'a> GreedyRun<'a> {
         Some((action, arrived.unwrap_or_else(|| self.soonest(action, now))))
     }
 
-    /// Returns the stage's next backward or input gradient, and its earliest start. The recompute before it needs no
-    /// gradient, so it may start that much earlier.
+    /// Returns the stage's next backward or input gradient, and its earliest start. If a recompute comes first,
+    /// the start is that of the recompute, which can run before the gradient arrives.
     fn next_gradient(&self, stage: StageId, now: f64) -> Option<(Action, f64)> {
         let progress = &self.stages[stage.index()];
         let i = progress.gradients;
@@ -296,7 +296,7 @@ impl GreedyDevice {
             let hold = work.hold(Action::new(*stage, ActionKind::Backward, MicroBatchId(0)));
             hold.takes + hold.passing
         };
-        // Counted as if every stage had started its backwards.
+        // Every stage is counted with its gradients, as if it had started its backwards.
         let resident = |stage: &StageId| {
             let cost = &work.recipe.costs.stages[stage.index()];
             cost.lasting_bytes() + u128::from(cost.gradient_bytes)

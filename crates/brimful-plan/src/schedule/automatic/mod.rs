@@ -1,8 +1,8 @@
 //! Makes schedules from the measured times of stages, within the memory of the devices.
 //!
 //! Weight gradients fill the bubbles, because no other stage waits for them; memory limits how many can be
-//! delayed. Several policies and the named schedules with the same placement are simulated with the stages'
-//! times. Small changes then improve the shortest one that fits.
+//! delayed. Several policies and the named schedules with the same placement are simulated with the stages' times.
+//! Small changes then improve the shortest schedule that fits.
 
 mod candidate;
 mod greedy;
@@ -14,8 +14,8 @@ pub(super) use candidate::Candidate;
 use super::{CostError, DeviceId, Recompute, ScheduleRecipe};
 use policy::Policy;
 
-/// Number of actions that are simulated for policies, and for changes: together less than a tenth of a
-/// second. If a step is too large to try all, only the first are tried.
+/// Number of actions that are simulated for policies, and for changes. Both together take less than a tenth of a
+/// second. If a step is too large to try all policies and changes, only the first ones are tried.
 const POLICY_EFFORT: usize = 1 << 17;
 const CHANGE_EFFORT: usize = 1 << 17;
 

@@ -7,7 +7,8 @@ pub(super) enum Depth {
     ToTheLast,
     /// As for zero-bubble H1: the number of stages.
     AllStages,
-    /// Enough for a gradient to go all the way and come back: twice the number of stages.
+    /// Enough for a micro-batch to go to the last stage and its gradient to come back: twice the number of stages,
+    /// less one.
     ThereAndBack,
     /// No limit.
     All,

@@ -10,7 +10,7 @@ pub(in super::super) type Rank = (u8, i64);
 #[derive(Default)]
 pub(super) struct DeviceState {
     pub(super) queues: Vec<ActionQueue>,
-    /// Devices that send to it.
+    /// Devices that send to this one, or that it sends to.
     pub(super) neighbours: BTreeSet<DeviceId>,
     /// Current action, and the tick of its end.
     pub(super) running: Option<(Action, u64)>,
@@ -58,8 +58,8 @@ impl DeviceState {
             ActionKind::WeightGradient => ActionKind::InputGradient,
             _ => ActionKind::Forward,
         };
-        // All kinds of a stage run the micro-batches in one order, so the numbers of pending actions show
-        // whether this one's input was made.
+        // All kinds of a stage run the micro-batches in one order, so the numbers of pending actions show whether
+        // this action's input was made.
         self.left(action.stage, made_by) < self.left(action.stage, action.kind)
     }
 

@@ -1,9 +1,9 @@
 //! Greedy list scheduler: plays actions over channels with one place, and returns the resulting order.
 //!
-//! At each tick every free device runs its most urgent pending action whose input has arrived, whose
-//! activations it may hold, and whose output has a place. A place also counts if the device at the
-//! channel's other end promises to take from it next; without promises every boundary would leave a gap
-//! behind it. The result needs no more than one place in each channel, because it was made with one.
+//! At each tick every free device runs its most urgent pending action whose input has arrived, whose activations
+//! it may hold, and whose output has a place. A full channel also counts as having a place if the device at its
+//! other end promises to take from it next. Without promises, there would be a gap after every boundary in a
+//! channel. The result needs no more than one place in each channel, because it was made with one.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};

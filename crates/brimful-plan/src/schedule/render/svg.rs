@@ -59,7 +59,8 @@ impl Panel<'_> {
         ROW + ROW_GAP + if has_host_link { 2.0 * (HOST_LINK_ROW + HOST_LINK_GAP) } else { 0.0 }
     }
 
-    /// Returns the bytes if they are known, else the activations of whole devices.
+    /// Returns the length and the label of a device's memory bar: its peak bytes if they are known, else its peak
+    /// number of activations divided by the number of stages per device.
     fn memory(&self, device: usize) -> (f64, String) {
         let used = self.simulation.devices()[device];
         if used.peak_bytes > 0 {

@@ -122,7 +122,8 @@ impl MovingState<'_> {
         self.stages.contains(&stage)
     }
 
-    /// Returns whether this device may run the transfer. A boundary concerns its stage and the previous one.
+    /// Returns whether this device may run the transfer. A boundary may be transferred by the device of its stage,
+    /// and by that of the previous stage.
     fn may_transfer(&self, one: Transfer) -> bool {
         let Some(location) = self.locations.get(one.stage.index()) else { return false };
         let is_here = self.has(one.stage);
@@ -203,7 +204,7 @@ impl MovingState<'_> {
         let made = Passage::Made(action);
         if kind == ActionKind::Forward {
             if self.waiting.contains(&(stage, micro_batch)) {
-                // The model's own input still has to be sent; the host has a copy of the others.
+                // The model's own input still has to be sent. The host has copies of the other stages' inputs.
                 let place = if is_first { made } else { Passage::OnHost };
                 self.passages.insert(Payload::Boundary(stage, micro_batch), place);
             }

@@ -132,8 +132,9 @@ impl HeldBytes {
         self.change(time, 0, gives);
     }
 
-    /// Counts a backward of the stage as finished. If the stage is on the device, and is now updated in the
-    /// backward, the update frees its gradients: returns their bytes.
+    /// Counts a backward of the stage as finished. If stages are updated in the backward, and this was the last
+    /// backward of a stage on the device, the update frees the stage's gradients. Returns their bytes, otherwise
+    /// 0.
     fn updated_gradients(&mut self, stage: StageId) -> u128 {
         let left = self.left.entry(stage).or_insert(1);
         *left -= 1;

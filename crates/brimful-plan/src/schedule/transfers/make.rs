@@ -14,7 +14,7 @@ pub(super) fn transfers(
     let mut transfers = weights(list, locations, device_buffers);
     transfers.extend(gradients(list, locations));
     transfers.extend(boundaries(list, locations));
-    // Stable: fetches that start together keep the order in which they are needed.
+    // The sort is stable: fetches that start together keep the order in which they are needed.
     transfers.sort_by_key(|one| (one.before, one.kind as u8));
     transfers
 }
@@ -22,12 +22,12 @@ pub(super) fn transfers(
 /// Consecutive actions of an offloaded stage, until another offloaded stage acts.
 struct Visit {
     stage: StageId,
-    /// Index of the action after its last.
+    /// Index of the action after the last one of the visit.
     end: usize,
 }
 
-/// Makes fetches and releases. After each visit the device buffers belong to the stages that are needed
-/// next, as many as there are buffers. Those already in a buffer stay. So a released stage is always needed
+/// Makes fetches and releases. After each visit the device buffers belong to the stages that are needed next, as
+/// many as there are buffers. Stages that are already in a buffer stay there. So a released stage is always needed
 /// later than the fetched ones, and no other choice needs fewer fetches.
 fn weights(list: &[Action], locations: &[StageLocation], device_buffers: usize) -> Vec<Transfer> {
     let visits = visits(list, locations);
@@ -121,9 +121,9 @@ pub(super) fn waits_on_host(locations: &[StageLocation], stage: StageId) -> bool
     locations.get(stage.index()).is_some_and(|location| location.boundaries == Location::Host)
 }
 
-/// Makes the transfers of offloaded boundaries and their gradients. They are sent as soon as they are made. They
-/// come back during the action before the one that needs them, so at most two of a kind are on the device.
-/// Data from another device are waited for when they are needed, as everywhere.
+/// Makes the transfers of offloaded boundaries and their gradients. They are sent to the host as soon as they are
+/// made. They come back during the action before the one that needs them, so at most two of each kind are on the
+/// device. Data that another device has sent to the host come back only when an action needs them.
 fn boundaries(list: &[Action], locations: &[StageLocation]) -> Vec<Transfer> {
     let mut boundary_transfers = BoundaryTransfers { transfers: Vec::new(), left: BTreeMap::new() };
     let waiting = waiting(list, locations);
@@ -160,7 +160,7 @@ fn boundaries(list: &[Action], locations: &[StageLocation]) -> Vec<Transfer> {
 /// Collected transfers of boundaries.
 struct BoundaryTransfers {
     transfers: Vec<Transfer>,
-    /// Index of the action before which each was sent.
+    /// Index of the action before which each boundary or gradient was sent.
     left: BTreeMap<Payload, usize>,
 }
 

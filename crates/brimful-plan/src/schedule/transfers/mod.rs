@@ -78,7 +78,8 @@ pub enum TransferKind {
     /// Fetches a stage's weights from the host into a free device buffer.
     Fetch,
     /// Fetches the optimizer's state of a stage that is about to be updated, and its gradients if these are on the
-    /// host. The state of a step's last stages comes ahead, for the next step.
+    /// host. The state of a step's last stages may be fetched at the end of the step, for their update in the next
+    /// one.
     FetchState,
     /// Copies a stage's input back to the device, for its forward or its recompute.
     BoundaryIn,
@@ -116,7 +117,8 @@ impl TransferKind {
         }
     }
 
-    /// Returns the letter in a run's file, in which actions have capitals and causes of waiting other letters.
+    /// Returns the letter of this kind in the file of a run. There, actions have capital letters, and causes of
+    /// waits have other small letters.
     #[must_use]
     pub const fn letter(self) -> char {
         match self {
@@ -159,7 +161,8 @@ pub struct Transfer {
     pub stage: StageId,
     /// Micro-batch of a boundary or its gradient.
     pub micro_batch: Option<MicroBatchId>,
-    /// Index of the action in its device's list; the list's length for transfers after the last action.
+    /// Index, in the device's list, of the action before which the transfer starts; the list's length for
+    /// transfers after the last action.
     pub before: usize,
 }
 
@@ -213,7 +216,7 @@ impl Payload {
 /// let schedule = Schedule::BreadthFirst { stages_per_device: 8 };
 /// let actions = schedule.actions(1, 4, Recompute::Always)?;
 /// let transfers = Transfers::new(&actions, &[StageLocation::HOST; 8], 2)?;
-/// // Once forward and once back, except for the two that are in device buffers in between.
+/// // Each stage is fetched twice, forward and back, but two stay in device buffers in between.
 /// let fetches = transfers.of(0).iter().filter(|one| one.kind == TransferKind::Fetch);
 /// assert_eq!(fetches.count(), 8 + 6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -227,7 +230,8 @@ pub struct Transfers {
 
 impl Transfers {
     /// Makes the transfers of a training step. `locations` has one element for each stage. Every device has
-    /// `device_buffers` device buffers. With one, nothing overlaps; more than two help if fetches are uneven.
+    /// `device_buffers` device buffers. With one buffer, nothing overlaps; more than two buffers help if fetches
+    /// are uneven.
     ///
     /// # Errors
     /// If `locations` does not match the schedule's stages, or there is no device buffer.

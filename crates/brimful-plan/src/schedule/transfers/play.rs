@@ -187,7 +187,7 @@ impl<'a> Player<'a> {
         for &(transfer, bytes, start) in &ended {
             play.used.transfers.push(TransferSpan { transfer, start, end: self.now, bytes });
             match transfer.kind {
-                // Sums are freed when the next ones are sent.
+                // Sums are freed when the next stage's sums are sent.
                 TransferKind::OffloadGradients => {}
                 TransferKind::OffloadState => {}
                 kind if kind.is_inward() => drop(play.away.remove(&Payload::of(transfer))),
@@ -278,7 +278,7 @@ impl<'a> Player<'a> {
         let gradient = action.kind.passes_gradient();
         let boundary = if gradient { StageId(action.stage.0 + 1) } else { action.stage };
         if waits_on_host(self.transfers.locations(), boundary) {
-            // A transfer brings it, and `lacks` has found that it is not away.
+            // A transfer brings this input, and `lacks` has found that it is on the device.
             return true;
         }
         // NaN before it is sent, which compares as not arrived.
@@ -296,7 +296,7 @@ impl<'a> Player<'a> {
         play.held.end(now, action);
         let pair = (action.stage, action.micro_batch);
         let is_let_go = action.kind == ActionKind::Forward && self.waiting.contains(&pair);
-        // The first stage's input still has to be sent; the host has a copy of the others.
+        // The first stage's input still has to be sent. The host has copies of the other stages' inputs.
         if is_let_go && action.stage > StageId(0) {
             play.held.give(now, self.costs.input_bytes_of(action.stage));
             play.away.insert(Payload::Boundary(action.stage, action.micro_batch));
@@ -316,7 +316,7 @@ impl<'a> Player<'a> {
         let boundary = if action.kind == ActionKind::Forward { target } else { action.stage };
         let bytes = self.costs.input_bytes_of(boundary);
         if waits_on_host(self.transfers.locations(), boundary) {
-            // It stays here until its transfer has copied it to the host.
+            // The output stays here until its transfer has copied it to the host.
             self.devices[from.index()].held.take(self.now, bytes);
             return;
         }

@@ -13,7 +13,7 @@ use crate::bisect::count_while;
 /// Returns the smallest capacity of the channels with which every device finishes.
 pub(super) fn check(lists: &[Vec<Action>], order: &Order) -> Result<usize, Violation> {
     check_order(lists, order)?;
-    // Capacity of all named schedules, which need no search.
+    // Most named schedules need a capacity of 1, and no search.
     if check_with(lists, order, 1).is_ok() {
         return Ok(1);
     }

@@ -139,7 +139,7 @@ fn follows(done: KindSet, action: Action) -> Result<(), Rule> {
         _ if !done.has(ActionKind::Forward) => too_early(ActionKind::Forward),
         ActionKind::Recompute if begun => Err(Rule::RecomputeTooLate(action)),
         ActionKind::Recompute => Ok(()),
-        // From here on it is a backward, whole or split.
+        // The remaining kinds are backwards, whole or split.
         _ if done.has(ActionKind::Backward) => Err(Rule::MixedBackward(action)),
         ActionKind::Backward if begun => Err(Rule::MixedBackward(action)),
         ActionKind::WeightGradient if !begun => too_early(ActionKind::InputGradient),
