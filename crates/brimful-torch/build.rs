@@ -100,7 +100,7 @@ fn compiler(include: &Path) -> cc::Build {
         .cpp(true)
         .std("c++17")
         .pic(true)
-        // Must match libtorch's own build: without it some classes of its headers have more fields.
+        // libtorch itself is built with NDEBUG. Without it, some classes of libtorch's headers have more fields.
         .define("NDEBUG", None)
         // The arena allocator is on the hot path of debug builds too.
         .opt_level(2)
@@ -187,9 +187,9 @@ fn with_includes(folder: &Path, name: &str, seen: &mut Vec<String>) -> String {
     text.lines().map(line).collect()
 }
 
-/// Lets `cargo run` and `cargo test` of every dependent crate load libtorch without exported variables. cargo
-/// adds the folders that build scripts name to the library path, but only folders inside its own target
-/// directory; so a link in there points to the libraries.
+/// Lets `cargo run` and `cargo test` of every dependent crate load libtorch without exported variables. cargo adds
+/// the folders that build scripts name to the library path, but only folders inside its own target directory; so a
+/// link in the target directory points to the libraries.
 fn show_libraries_to_cargo() {
     let linked = env::var_os("LIBTORCH").map(|root| Path::new(&root).join("lib"));
     let linked = linked.or_else(|| env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from));

@@ -45,9 +45,9 @@ void release(Arena* arena) {
   if (arena->references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete arena;
 }
 
-// Throws an out-of-memory error; a refusal without a limit was requested by a test. The sentence must stay one
-// line: readers cut the text at its end, where a backtrace would begin. The error has no backtrace, because
-// writing one takes a tenth of a second.
+// Throws an out-of-memory error. The limit is kNoLimit if a test requested the refusal. The sentence must stay one
+// line: callers cut the text at the end of the line, where a backtrace would begin. The error has no backtrace,
+// because writing one takes a tenth of a second.
 [[noreturn]] void refuse(Arena& arena, int64_t asked, int64_t in_use, int64_t limit) {
   arena.refusals.fetch_add(1, std::memory_order_relaxed);
   const auto sentence = c10::str(
@@ -131,8 +131,8 @@ struct ArenaAllocator final : c10::Allocator {
   }
 };
 
-// libtorch's own allocator stays installed while there is no arena. A block carries its deleter, so blocks
-// allocated before a change are still freed correctly.
+// Installs the accounting allocator while there is an arena, and libtorch's own one otherwise. A block carries its
+// deleter, so blocks allocated before a change are still freed correctly.
 class Installation {
  public:
   void add() {

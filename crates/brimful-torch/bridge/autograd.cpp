@@ -55,7 +55,7 @@ struct Watch final : torch::autograd::PostAccumulateGradHook {
   const std::thread::id thread = std::this_thread::get_id();
 };
 
-// Watches parameters while it lives.
+// Watches parameters as long as this object lives.
 struct Watches {
   Watches(at::Tensor* const* parameters, size_t count, Arrived arrived, void* context) {
     for (size_t i = 0; i < count; ++i) {
@@ -114,7 +114,8 @@ at::Tensor backward(
   }
   if (!direct || !direct->run(graph)) torch::autograd::backward(roots, gradients, keep_graph);
   brimful::OwnedGradients owned;
-  // An end's gradient may alias the root's: it only goes on to the previous stage, as the root gradient there.
+  // An end's gradient may share memory with the root's: it is only passed to the previous stage, as the gradient
+  // of a root there.
   for (const at::Tensor& end : ends) owned.make_in(end);
   owned.add(gradients);
   for (const at::Tensor& leaf : graph.leaves) owned.make_in(leaf);

@@ -1,4 +1,4 @@
-// Autograd graph behind some roots, traversed once: which nodes lead to an end or a leaf, and all leaves.
+// Autograd graph that some roots lead to, traversed once: which nodes lead to an end or a leaf, and all leaves.
 //
 // Backwards, whole or split, use its node indices and never look a node up a second time.
 #pragma once
@@ -29,7 +29,7 @@ class BackwardGraph {
     bool is_entered = false;
   };
 
-  // Call before `add_roots`: the graph behind an end is not traversed.
+  // Call before `add_roots`: the traversal stops at the ends.
   void add_ends(const torch::autograd::edge_list& ends);
   void add_roots(const torch::autograd::edge_list& roots);
 
@@ -42,7 +42,7 @@ class BackwardGraph {
     return found == index_.end() ? kNone : found->second;
   }
 
-  // Calls `f` with each valid edge and the place behind it.
+  // Calls `f` with each valid edge and the place that it leads to.
   template <class F>
   void each_child(const Place& place, F&& f) const {
     for (uint32_t edge = 0; edge < place.edges; ++edge) {
@@ -55,7 +55,7 @@ class BackwardGraph {
   at::Tensor other_leaf(const KnownLeaves& known) const;
 
   std::vector<Place> places;
-  // Index of the place behind each edge, or `kNone`.
+  // Index of the place that each edge leads to, or `kNone`.
   std::vector<uint32_t> children;
   // All places, each after the places that it leads to.
   std::vector<uint32_t> order;

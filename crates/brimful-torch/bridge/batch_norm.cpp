@@ -32,8 +32,8 @@ at::MemoryFormat channels_last(const at::Tensor& x) {
   return x.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::Contiguous;
 }
 
-// Returns whether the kernels accept this per-channel tensor: absent, or one number a channel in f32 or the
-// input's dtype.
+// Returns whether the kernels accept this per-channel tensor: it is absent, or has one number for each channel, in
+// f32 or the input's dtype.
 bool serves(const at::Tensor& of_channels, const at::Tensor& x) {
   if (!of_channels.defined()) return true;
   return of_channels.device() == x.device() && of_channels.is_contiguous() &&
@@ -218,7 +218,7 @@ struct BatchNormNode final : KernelNode {
 };
 
 BatchNormNode::Saved saved_of(const BatchNormGiven& norm, at::Tensor found) {
-  // Kept for the parameter's dtype, shape and device.
+  // The parameter is kept for its dtype, shape and device.
   const auto like_of = [](const at::Tensor& parameter) {
     return parameter.defined() ? parameter.detach() : at::Tensor();
   };
@@ -249,7 +249,7 @@ void attach(
   node->known.relu = relu;
   node->known.pooled = pooled;
   if (beside.is_norm()) node->other = saved_of(beside.norm, beside.saved);
-  // Output for a second use, which libtorch requires to come first: it is a view.
+  // The output for a second use is a view, which libtorch requires to come first.
   node->add_input_metadata(y);
   torch::autograd::set_history(y, node);
 }
@@ -413,15 +413,15 @@ int32_t brimful_batch_norm_moments(
   });
 }
 
-// Returns a handle to the same values for a second consumer. If they come from this file's node, its backward
-// adds the gradients of both uses in its own pass; otherwise this is the tensor itself.
+// Returns a handle to the same values for a second consumer. If the tensor is an output of this file's node, the
+// node's backward adds the gradients of both uses in its own pass. Otherwise, returns the tensor itself.
 int32_t brimful_second_use(const at::Tensor* tensor, at::Tensor** out, char** message) noexcept {
   return guarded(message, [&] {
     const auto edge = torch::autograd::impl::gradient_edge(*tensor);
     const bool ours = dynamic_cast<BatchNormNode*>(edge.function.get()) != nullptr;
     at::Tensor second = *tensor;
     if (ours && edge.input_nr == 1 && at::GradMode::is_enabled()) {
-      // A view: if either is changed in place, libtorch gives the other a new history.
+      // A view: if either tensor is changed in place, libtorch gives the other a new history.
       second = tensor->alias();
       torch::autograd::impl::set_gradient_edge(second, {edge.function, 0});
     }

@@ -34,7 +34,8 @@ inline void sum_columns(std::initializer_list<ColumnTable> tables) {
     ++count;
   }
   if (count > 0) functions()->column_sums(arguments);
-  // Last: if a launch fails, everything is computed in another way, and deferred sums would count twice.
+  // Sums are deferred last: if a launch fails, all gradients are computed in another way, and sums deferred before
+  // would count twice.
   for (const auto& [partials, parameter, gradient] : tables) {
     if (partials.defined() && !gradient.defined()) leave_partials(parameter, partials);
   }

@@ -50,7 +50,7 @@ struct Keeping {
   const std::optional<bool> before;
 };
 
-// Check of each node: without hooks and on the common stream, it does not need the engine.
+// Check of each node: a node without hooks, on the stream of all others, does not need the engine.
 class OneStream {
  public:
   bool takes(Node& node) {
@@ -108,7 +108,7 @@ class DirectRun {
     for (const Edge& edge : passed) watch(edge, &Visit::is_passed);
   }
 
-  // Returns whether the graph behind the roots can run here.
+  // Returns whether the graph that the roots lead to can run here.
   bool plan(const edge_list& roots) {
     for (const Edge& root : roots) {
       roots_.push_back(graph_.find(root.function.get()));
@@ -120,7 +120,7 @@ class DirectRun {
   variable_list run(const edge_list& roots, variable_list&& gradients, bool keep_graph) {
     const at::NoGradGuard no_graph;
     const Keeping kept(keep_graph);
-    // Gather all before any node is ready: a root may wait for another.
+    // Gather all gradients before any node is ready: a root may wait for another root's node.
     for (size_t i = 0; i < roots.size(); ++i) {
       const auto at = roots_[i];
       if (visits_[at].is_needed) bring(at, roots[i].input_nr, std::move(gradients[i]));
@@ -177,7 +177,7 @@ class DirectRun {
     taken_[place].next = std::exchange(visits_[at].taken, place);
   }
 
-  // Marks all places behind the roots. Returns false if some node needs the engine.
+  // Marks all places that the roots lead to. Returns false if some node needs the engine.
   bool reach() {
     for (auto next = graph_.order.rbegin(); next != graph_.order.rend(); ++next) {
       if (!visits_[*next].is_reached) continue;

@@ -23,7 +23,7 @@ struct DirectBackward {
   // Edges whose gradients are returned and not propagated. If there are any, only nodes that lead to one of them
   // run.
   torch::autograd::edge_list ends = {};
-  // Edges whose gradients are returned in passing. The nodes behind them keep their saved tensors.
+  // Edges whose gradients are returned, and also propagated. The nodes that they lead to keep their saved tensors.
   torch::autograd::edge_list passed = {};
   bool keep_graph = false;
 

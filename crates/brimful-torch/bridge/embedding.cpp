@@ -31,7 +31,7 @@ struct EmbeddingNode final : KernelNode {
     const auto rows = table.unpack();
     const auto index = places.unpack();
     auto* sum = brimful::offered_sum(rows);
-    // A missing sum would also have to be filled with zeros.
+    // A sum that does not exist yet would have to be filled with zeros first, which saves nothing.
     if (sum == nullptr || !sum->defined()) {
       out[0] = at::embedding_dense_backward(gradient, index, rows.size(0), -1, false);
       return out;

@@ -23,8 +23,8 @@ using brimful::list_of;
 
 namespace {
 
-// Calls `body` once for the tensors of each device and dtype. Such a call is fast, and can have its other operand on
-// that device and of that dtype.
+// Calls `body` once for each device and dtype, with the tensors that have them. A foreach operation on such a list
+// is fast, and its other operand can have the same device and dtype.
 template <class Body>
 void for_each_alike(const std::vector<at::Tensor>& tensors, Body&& body) {
   std::vector<bool> done(tensors.size(), false);
@@ -72,9 +72,9 @@ int32_t brimful_foreach_scale(
   return guarded(message, [&] {
     const at::NoGradGuard no_grad;
     if (count == 0) return;
-    // On a CPU, each product with a number allocates a tensor for it: out of memory half-way would leave only
-    // some tensors scaled. So one tensor per dtype is made before the first product; not in half precision, where
-    // the factor would be rounded.
+    // On a CPU, each product with a number allocates a tensor for the number. If memory ran out half-way, only
+    // some tensors would be scaled. So one tensor per dtype is made before the first product; not in half
+    // precision, where the factor would be rounded.
     std::vector<std::pair<std::vector<at::Tensor>, at::Tensor>> groups;
     for_each_alike(list_of(tensors, count), [&](const std::vector<at::Tensor>& alike) {
       const auto& one = alike[0];

@@ -1,7 +1,8 @@
 // Transfers the gradients of a backward out of their parameters, into sums.
 //
-// Autograd would add each gradient to the present one with a kernel of its own. Added as lists they take a few
-// kernels in all, whose launches dominate small micro-batches; and half-precision gradients can be summed in f32.
+// Autograd would add each gradient to the present one with a separate kernel, and launches dominate the time of
+// small micro-batches. Added as lists, all gradients take a few kernels. Half-precision gradients can then be
+// summed in f32, too.
 
 #include "guard.h"
 #include "kernel_tensors.h"

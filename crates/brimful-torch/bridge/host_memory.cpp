@@ -60,7 +60,7 @@ int32_t brimful_pin_pages(void* memory, size_t bytes, int32_t device, char** mes
   return guarded(message, [&] {
     const auto on = brimful::device_of(device);
     at::globalContext().lazyInitDevice(on.type());
-    // A thread that has not used the device yet has no driver context.
+    // `setDevice` creates the driver context of a thread that has not used the device yet.
     const c10::DeviceGuard there(on);
     c10::impl::VirtualGuardImpl(on.type()).setDevice(on);
     using Register = int(void*, size_t, unsigned);

@@ -2,8 +2,8 @@
 //
 //   parameter · gradient · moments  ──▶  blocks in the L1 cache, widened  ──▶  parameter' · moments'
 //
-// Each stage is a loop over a block: every dtype has one that widens and one that narrows, and every rule has one.
-// They are compiled without contractions, and for wide registers where the machine has them.
+// Each stage is a loop over a block: every dtype has a loop that widens and one that narrows, and every rule has a
+// loop. The loops are compiled without contractions, and for wide registers where the machine has them.
 
 #include "host_update.h"
 

@@ -1,5 +1,5 @@
-// Base of our autograd nodes: one backward, after which all saved tensors are released. Plain fields cost the
-// host a fraction of torch::autograd::Function, which matters where launches dominate.
+// Base of our autograd nodes: one backward, after which all saved tensors are released. Plain fields cost the host
+// a fraction of the time of torch::autograd::Function, which matters where launches dominate.
 #pragma once
 
 #include "version.h"

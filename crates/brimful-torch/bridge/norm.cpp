@@ -178,7 +178,7 @@ struct NormNode final : KernelNode {
 void attach(const NormGiven& given, NormDone& done) {
   const auto& [x, residual, weight, bias, eps, rms, gives_sum] = given;
   const auto rows = done.sum;
-  // Not the copy that was made for the kernel.
+  // Returns x itself, not the copy that was made for the kernel.
   if (!residual.defined()) done.sum = x;
   if (!compute_requires_grad(x, residual, weight, bias)) return;
   const auto node = node_after<NormNode>(x, residual, weight, bias);
@@ -186,7 +186,7 @@ void attach(const NormGiven& given, NormDone& done) {
   node->rms = rms;
   node->statistics = done.statistics;
   node->gives_sum = gives_sum;
-  // A view with its own history: if either is changed in place, libtorch gives the other a new history.
+  // A view with its own history: if x or the view is changed in place, libtorch gives the other a new history.
   if (gives_sum && !node->adds) done.sum = x.alias();
   if (gives_sum) torch::autograd::set_history(done.sum, node);
   torch::autograd::set_history(done.out, node);

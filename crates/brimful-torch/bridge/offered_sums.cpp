@@ -41,7 +41,8 @@ struct OfferedSum {
     c10::Event done(device.type());
     done.record(*before);
     done.block(here);
-    // Allocated on another stream: without this the memory could be reused there before this stream is done.
+    // The tensors may belong to another stream, where their memory could otherwise be reused before this stream is
+    // done.
     if (sum.defined()) sum.record_stream(here);
     for (const auto& each : partials) each.record_stream(here);
   }
@@ -135,7 +136,7 @@ bool takes_partials(const at::Tensor& parameter) {
 
 void leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
   auto* offer = offered(parameter);
-  // Withdrawn because the backward failed on another device's thread.
+  // The offer was withdrawn, because the backward failed on another device's thread.
   if (offer == nullptr) return;
   offer->come_here();
   offer->partials.push_back(partials);

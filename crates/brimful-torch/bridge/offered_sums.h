@@ -31,9 +31,9 @@ inline void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& 
   sum = into;
 }
 
-// Returns the sum for this parameter's gradient, undefined if nothing has been added yet; null if none is
-// offered. It stays valid until the backward is over. The current stream is ordered after those that have added
-// to it.
+// Returns the sum for this parameter's gradient, undefined if nothing has been added yet; null if none is offered.
+// The pointer stays valid until the backward is over. The current stream is ordered after all streams that have
+// added to the sum.
 at::Tensor* offered_sum(const at::Tensor& parameter);
 
 // Returns whether partial sums of this parameter's gradient may be deferred: an f32 sum is offered for it.

@@ -1,8 +1,8 @@
 // Recent refusals of arenas, found by the sentence that each was thrown with.
 //
-// Most refusals are thrown through tch, which passes on only an exception's text. A caller with that text gets
-// the numbers here, whatever surrounds the sentence and on whatever thread. Refusals with the same sentence have
-// the same numbers, so either may be found.
+// Most refusals are thrown through tch, which passes on only an exception's text. A caller with that text gets the
+// numbers here, whatever surrounds the sentence and on whatever thread. Refusals with the same sentence have the
+// same numbers, so it does not matter which one is found.
 
 #include "refusals.h"
 

@@ -82,7 +82,7 @@ struct Release final : torch::autograd::FunctionPostHook {
     node->release_variables();
     return outputs;
   }
-  // The node owns this hook.
+  // Not owned: the node owns this hook.
   Node* const node;
 };
 
@@ -231,7 +231,8 @@ class SplitBackward {
       }
       for (const auto edge : edges) redirect(node, edge, Edge(), weights_);
     } else {
-      // Its weight gradients come with its input gradients: they are kept until the weight part passes them on.
+      // The node's weight gradients come with its input gradients. They are kept until the weight part passes them
+      // on.
       for (const auto edge : edges) {
         collected_.push_back(collector_->place_like(node.next_edge(edge)));
         resumed_.push_back(node.next_edge(edge));
@@ -336,7 +337,7 @@ class SplitBackward {
   BackwardGraph graph_;
   std::vector<bool> is_frontier_;
   edge_list roots_;
-  // One edge for each input; invalid if it requires no gradient.
+  // One edge for each input; invalid if the input requires no gradient.
   edge_list inputs_;
   bool has_inputs_ = false;
   // Gradients at the frontier that the input part keeps; the weight part starts from them.

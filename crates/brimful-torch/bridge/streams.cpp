@@ -19,7 +19,7 @@ int32_t brimful_stream_from_pool(int32_t device, int64_t* id, char** message) no
   });
 }
 
-// Returns a stream from libtorch's high-priority pool, which is separate from the other.
+// Returns a stream from libtorch's high-priority pool, which is separate from the normal one.
 int32_t brimful_stream_urgent(int32_t device, int64_t* id, char** message) noexcept {
   return guarded(message, [&] {
     const bool high_priority = true;

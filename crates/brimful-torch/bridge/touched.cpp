@@ -97,8 +97,8 @@ bool is_host_number(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_cpu() && tensor.dim() == 0;
 }
 
-// Returns whether this is no tensor, or a 0-dim CPU one. An operation on such arguments only may be about to write
-// them: their values mean nothing yet.
+// Returns whether this is no tensor, or a 0-dim CPU tensor. An operation that has only such arguments may be about
+// to write them, so their values mean nothing yet.
 bool is_number_alone(const c10::IValue& value) {
   return !value.isTensor() || !value.toTensor().defined() || is_host_number(value.toTensor());
 }
@@ -209,7 +209,7 @@ int32_t brimful_touches_end(
   });
 }
 
-// Returns whether one of these requires a gradient by now.
+// Returns whether one of these tensors requires a gradient by now.
 bool brimful_any_is_thawed(const Frozen* frozen) noexcept {
   const auto is_thawed = [](const WeakTensor& tensor) {
     const auto found = tensor.lock();
@@ -220,7 +220,7 @@ bool brimful_any_is_thawed(const Frozen* frozen) noexcept {
 
 void brimful_forget_frozen(Frozen* frozen) noexcept { delete frozen; }
 
-// Returns whether one of these tensors' memory has no user but the caller.
+// Returns whether the memory of one of these tensors has no user but the caller.
 bool brimful_any_is_left(const at::Tensor* const* tensors, size_t count) noexcept {
   const auto is_left = [](const at::Tensor* tensor) { return tensor->storage().use_count() == 1; };
   return std::any_of(tensors, tensors + count, is_left);

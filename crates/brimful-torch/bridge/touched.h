@@ -7,8 +7,8 @@
 
 namespace brimful {
 
-// Records such work if this thread is recording: its name, its host-side numbers, and the tensors it reads and
-// writes that may outlive it. Undefined ones are skipped.
+// Records custom work if this thread is recording: the work's name, its host-side numbers, and the tensors it
+// reads and writes that may outlive it. Undefined tensors are skipped.
 void report(
     const char* name, std::initializer_list<double> numbers,
     std::initializer_list<const at::Tensor*> read,

@@ -8,7 +8,7 @@ struct CrossEntropyArguments {
   const float* of_target;        // factor of the target's log probability, per row
   const float* of_all;           // factor of all classes' log probabilities, per row; null without smoothing
   const float* class_weights;    // null if all are one
-  const float* total;            // their sum; null without smoothing
+  const float* total;            // sum of the class weights; null without smoothing
   float* losses;                 // one for every row
   long long step;                // numbers between the starts of two rows
   int classes;

@@ -191,7 +191,8 @@ DEVICE void row_backward(const NormBackwardArguments& a, long long row, int word
     }
     static_cast<Words::Word*>(a.of_x)[row * words + word_of(h)] = Words::pack(out);
   }
-  // RMSNorm needs one sum per row: without this barrier the next row would reuse the same buffer at once.
+  // RMSNorm needs only one sum per row, so the next row uses the same buffer. With the barrier, all threads have
+  // read the buffer before.
   if (TEAM != 32 && a.mean == nullptr) __syncthreads();
 }
 

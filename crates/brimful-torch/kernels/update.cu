@@ -9,7 +9,7 @@
 #include "update_arguments.h"
 
 #define SHARED DEVICE
-// Each of these is rounded: the compiler does not contract them.
+// The result of each operation is rounded: the compiler does not contract them.
 DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 DEVICE double product(double a, double b) { return __dmul_rn(a, b); }
 DEVICE float quotient(float a, float b) { return __fdiv_rn(a, b); }

@@ -16,7 +16,7 @@ struct SplitNumber {
 SHARED SplitNumber split(float master) {
   const unsigned bits = bits_of(master);
   const unsigned weight = (bits + 0x8000u) >> 16;
-  // Rounded, the largest NaNs would wrap around to zero and others become infinity.
+  // Rounding would wrap the largest NaNs around to zero, and turn others into infinity.
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
   SplitNumber all;
   all.weight = static_cast<unsigned short>(is_nan ? bits >> 16 | 0x40u : weight);
@@ -26,7 +26,7 @@ SHARED SplitNumber split(float master) {
 
 SHARED float join(unsigned short weight, short remainder) {
   const unsigned size = weight & 0x7fffu;
-  // If a caller has set the weight to zero or infinity, its old remainder could make a NaN.
+  // If a caller has set the weight to zero or infinity, the remainder of the old weight could make a NaN.
   const bool is_beyond = (size == 0u && remainder < 0) || (size == 0x7f80u && remainder > 0);
   const unsigned low = static_cast<unsigned>(static_cast<int>(remainder));
   return number_of((static_cast<unsigned>(weight) << 16) + (is_beyond ? 0u : low));
@@ -90,7 +90,7 @@ SHARED unsigned char pack_square(float number, float factor) {
   const int code = whole < 254 ? whole : 254;
   const float low = fourth_power(code);
   const int rounded = happens(power - low, fourth_power(code + 1) - low, number) ? code + 1 : code;
-  // Never zero for a number above zero: a step divides by its root.
+  // The code is never zero for a number above zero, because a step divides by the number's root.
   return static_cast<unsigned char>(number > 0.0f && rounded == 0 ? 1 : rounded);
 }
 

@@ -27,6 +27,7 @@ pub fn bias_activation(
     activation: Activation,
 ) -> Result<Tensor, TorchError> {
     cuda_object::load_for(x);
-    // SAFETY: both tensors are valid, or null where that is allowed; the bridge checks that they fit.
+    // SAFETY: `x` and `bias` are valid during the call; a missing bias is null. The bridge checks that their
+    // shapes fit.
     unsafe { ffi::brimful_activation(raw(x), raw_or_null(bias), activation as i32) }.map(owned)
 }

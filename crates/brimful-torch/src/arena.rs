@@ -9,22 +9,23 @@ use crate::ffi::{self, RawArena, RawStay};
 
 /// Account that CPU allocations are charged to. Clones share it.
 ///
-/// A block stays charged to the arena that allocated it until it is freed, on whatever thread. The first arena
-/// puts the accounting allocator in front of libtorch's own; dropping the last one removes it.
+/// A block stays charged to its arena until it is freed, whichever thread frees it. The first arena installs the
+/// accounting allocator in libtorch; dropping the last arena removes the allocator.
 #[derive(Debug, Clone)]
 pub struct Account(Arc<Handle>);
 
 #[derive(Debug)]
 struct Handle(*mut RawArena);
 
-// SAFETY: the C++ arena is atomics and an immutable name; any thread may use or drop it.
+// SAFETY: the C++ arena consists of atomics and an immutable name, so any thread may use or drop it.
 unsafe impl Send for Handle {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Handle {}
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: the handle holds one reference, released exactly once. Blocks hold their own.
+        // SAFETY: the handle holds one reference to the arena, and releases it only here. Living blocks hold
+        // references of their own.
         unsafe { ffi::brimful_arena_drop(self.0) }
     }
 }
@@ -34,13 +35,13 @@ impl Account {
     pub fn new(name: &str) -> Self {
         let name: String = name.chars().filter(|c| !c.is_control()).collect();
         let name = CString::new(name).expect("control characters, NUL among them, were removed");
-        // SAFETY: the bridge copies the name and returns a live arena.
+        // SAFETY: `name` is valid during the call, which copies it. The handle owns the new arena.
         Self(Arc::new(Handle(unsafe { ffi::brimful_arena_new(name.as_ptr()) })))
     }
 
     /// Charges this thread's CPU allocations to the arena until the guard is dropped.
     pub fn enter(&self) -> ArenaGuard {
-        // SAFETY: the guard holds a clone of the arena until the thread has left it.
+        // SAFETY: the arena is valid until the guard leaves it, because the guard holds a clone of the account.
         let stay = unsafe { ffi::brimful_arena_enter(self.0.0) };
         ArenaGuard { _account: self.clone(), stay, _this_thread: PhantomData }
     }
@@ -91,7 +92,8 @@ impl Account {
     /// Makes `count` allocations in a row fail as if memory had run out, starting with the n-th from now (1 is
     /// the next one); a count of 0 cancels this. For tests.
     pub fn fail_allocations(&self, n: u64, count: u64) {
-        // A quarter of the range, so that the bridge can add both to its own counter without overflow.
+        // Each number is at most a quarter of the range, so that the bridge can add both to its own counter
+        // without overflow.
         let bounded = |number| i64::try_from(number).unwrap_or(i64::MAX).min(i64::MAX / 4);
         // SAFETY: the arena lives as long as `self`.
         unsafe { ffi::brimful_arena_fail(self.0.0, bounded(n), bounded(count)) }
@@ -111,12 +113,12 @@ pub struct RefusedAllocation {
     pub limit: Option<u64>,
 }
 
-/// Returns the recent refusal of this process that the text of an error or panic reports. tch passes on only an
-/// exception's text, so the numbers are recovered from it.
+/// Returns the recently refused allocation of this process that the text of an error or panic reports. tch passes
+/// on only the text of a C++ exception, so its numbers are found by the text.
 pub fn refusal_told_in(text: &str) -> Option<RefusedAllocation> {
     let text = CString::new(text).ok()?;
     let mut numbers = [0; 3];
-    // SAFETY: the text ends in NUL, and there is room for the numbers.
+    // SAFETY: `text` ends in NUL, and `numbers` has room for three numbers. Both are valid during the call.
     let arena = take_string(unsafe { ffi::brimful_arena_refusal(text.as_ptr(), &mut numbers) })?;
     // In the order of bridge/refusals.cpp.
     let [asked, in_use, limit] = numbers;
@@ -128,8 +130,8 @@ pub fn refusal_told_in(text: &str) -> Option<RefusedAllocation> {
     })
 }
 
-/// Charges this thread's allocations to the arena it entered. Dropping the guard returns to the innermost arena
-/// that is still entered. Guards may be dropped in any order.
+/// Charges this thread's allocations to the arena that it was created for. After the guard is dropped, they are
+/// charged to the innermost arena that the thread is still in. Guards may be dropped in any order.
 #[derive(Debug)]
 #[must_use = "the arena is left when the guard is dropped"]
 pub struct ArenaGuard {
@@ -140,7 +142,8 @@ pub struct ArenaGuard {
 
 impl Drop for ArenaGuard {
     fn drop(&mut self) {
-        // SAFETY: the arena was entered on this thread, which the guard cannot leave, and is left once.
+        // SAFETY: `stay` was returned by `enter` on this thread, which the guard cannot leave. It is released only
+        // here.
         unsafe { ffi::brimful_arena_leave(self.stay) };
     }
 }

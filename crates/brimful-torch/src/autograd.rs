@@ -57,7 +57,8 @@ fn run(
     let (roots, ends) = (raw_list(roots.iter().copied()), raw_list(ends.iter().copied()));
     let gradients: Vec<_> = gradients.iter().copied().map(raw_or_null).collect();
     let known = known.map_or(ptr::null(), KnownLeaves::raw);
-    // SAFETY: the arrays have that many valid tensors, or null where that is allowed.
+    // SAFETY: each array has as many entries as the length passed with it. Its tensors outlive the call; a missing
+    // gradient, or a missing list of known leaves, is null.
     let other = unsafe {
         let (ends, length) = (ends.as_ptr(), ends.len());
         let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
@@ -80,8 +81,8 @@ pub fn by_engine<T>(run: impl FnOnce() -> T) -> T {
     run()
 }
 
-/// Calls `arrived` with the index of each parameter as soon as its gradient from `run`, one backward, is
-/// complete, while other gradients are still being computed.
+/// Runs `run`, which is one backward, and calls `arrived` with the index of each parameter as soon as the
+/// parameter's gradient is complete. Other gradients may not be computed yet.
 ///
 /// Reports only parameters on a CPU, whose backward runs on this thread.
 ///
@@ -97,14 +98,14 @@ pub fn watched(
 ) -> Result<(), TorchError> {
     let mut listener = Listener { arrived: &mut arrived, panicked: None };
     let parameters = raw_list(parameters);
-    // SAFETY: the array has that many valid tensors. `hear` is called only on this thread and while the watches
-    // live; nothing else uses the listener then.
+    // SAFETY: the array has `parameters.len()` valid tensors. The bridge calls `hear` only on this thread and
+    // before `brimful_unwatch`. Until then the listener lives, and nothing else uses it.
     let watches = unsafe {
         let context = ptr::from_mut(&mut listener).cast();
         ffi::brimful_watch(parameters.as_ptr(), parameters.len(), hear, context)
     }?;
     let result = {
-        // SAFETY: created above and released once.
+        // SAFETY: `watches` was created above, and is released only here.
         let _unwatched = AtEnd(|| unsafe { ffi::brimful_unwatch(watches) });
         run()
     };
@@ -122,7 +123,8 @@ struct Listener<'a> {
 }
 
 extern "C" fn hear(context: *mut c_void, parameter: usize) {
-    // SAFETY: `context` is the listener of the backward that is running on this thread.
+    // SAFETY: `context` points to the listener of the `watched` that is running on this thread. `watched` does not
+    // use its listener during the backward.
     let listener = unsafe { &mut *context.cast::<Listener<'_>>() };
     if listener.panicked.is_none() {
         let told = panic::catch_unwind(AssertUnwindSafe(|| (listener.arrived)(parameter)));
@@ -130,8 +132,8 @@ extern "C" fn hear(context: *mut c_void, parameter: usize) {
     }
 }
 
-/// Returns whether both refer to the same tensor object, directly or as a clone. Two tensors that only share
-/// memory are not the same.
+/// Returns whether two handles refer to one tensor object, as a handle and its clone do. Two tensors that only
+/// share memory are not the same.
 pub fn is_same(one: &Tensor, other: &Tensor) -> bool {
     // SAFETY: both tensors are valid.
     unsafe { ffi::brimful_is_same(raw(one), raw(other)) }

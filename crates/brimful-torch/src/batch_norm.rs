@@ -18,13 +18,13 @@ pub struct NormInput<'a> {
     pub weight: Option<&'a Tensor>,
     /// Bias per channel; zeros if absent.
     pub bias: Option<&'a Tensor>,
-    /// Running mean and variance: normalise in evaluation, updated in training.
+    /// Running mean and variance: used to normalise in evaluation, updated in training.
     pub running: Option<(&'a Tensor, &'a Tensor)>,
     /// True to normalise by the batch's own statistics.
     pub training: bool,
     /// Momentum of the running statistics.
     pub momentum: f64,
-    /// Added to the variance.
+    /// Epsilon, added to the variance.
     pub eps: f64,
 }
 
@@ -55,7 +55,7 @@ pub fn batch_norm(
         Addend::Normed(other) => (None, Some(raw_norm(&other))),
     };
     let other = other.as_ref().map_or(ptr::null(), ptr::from_ref);
-    // SAFETY: all tensors are valid or null.
+    // SAFETY: every pointer is null, or refers to a tensor or struct that outlives the call.
     unsafe { ffi::brimful_batch_norm(&raw_norm(norm), raw_or_null(tensor), other, relu) }.map(owned)
 }
 
@@ -79,8 +79,9 @@ pub fn moments(x: &Tensor) -> Result<[Tensor; 2], TorchError> {
     Ok(unsafe { ffi::brimful_batch_norm_moments(raw(x)) }?.map(owned))
 }
 
-/// Returns a handle to the same values for a second consumer. If they come from [`batch_norm`], its backward adds
-/// the gradients of both uses in its own pass; otherwise this returns the tensor itself.
+/// Returns a handle to the tensor's values for a second consumer. If the tensor is an output of [`batch_norm`],
+/// the backward of that BatchNorm adds the gradients of both uses in its own pass. Otherwise, returns the tensor
+/// itself.
 ///
 /// # Errors
 /// When memory runs out.

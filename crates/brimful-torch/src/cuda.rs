@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use crate::error::{TorchError, take_string};
 use crate::ffi;
 
-/// Loads the CUDA kernels if they are not loaded yet. Later calls repeat the first answer.
+/// Loads libtorch's CUDA libraries if they are not loaded yet. Later calls return the result of the first call.
 ///
 /// # Errors
 /// The loader's message, when `libtorch_cuda.so` or one of its dependencies is not found.
@@ -49,7 +49,7 @@ pub fn device_name(index: usize) -> Result<String, TorchError> {
 }
 
 /// Allows CUDA to compute f32 products and convolutions in TF32, for the whole process. TF32 keeps 10 of 23
-/// mantissa bits and is several times faster. By default libtorch allows it for convolutions only.
+/// mantissa bits and is several times faster. By default libtorch allows TF32 for convolutions only.
 ///
 /// # Errors
 /// When libtorch refuses, as it does once its newer precision settings were used.

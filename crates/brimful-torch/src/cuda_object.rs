@@ -9,15 +9,15 @@ use crate::ffi;
 
 static OBJECT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/brimful_cuda.so"));
 
-/// Loads the object and registers its functions with the bridge. Later calls repeat the first answer.
+/// Loads the object and registers its functions with the bridge. Later calls return the result of the first call.
 ///
 /// # Errors
-/// The loader's message, when there is no CUDA or its version lacks a symbol.
+/// The loader's message, when there is no CUDA or the CUDA version lacks a symbol.
 pub(crate) fn load() -> Result<(), TorchError> {
     static LOADED: OnceLock<Result<(), TorchError>> = OnceLock::new();
     let load = || {
         crate::cuda::load()?;
-        // SAFETY: the bytes are valid for their length.
+        // SAFETY: `OBJECT` is a static array of this length.
         unsafe { ffi::brimful_load_cuda_object(OBJECT.as_ptr(), OBJECT.len()) }
     };
     LOADED.get_or_init(load).clone()

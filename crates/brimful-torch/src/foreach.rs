@@ -70,8 +70,8 @@ pub fn norm(tensors: &[Tensor]) -> Result<Tensor, TorchError> {
     norm_of_order(tensors, 2.0)
 }
 
-/// Returns the largest absolute value in all tensors, in the form that [`norm`] uses. It stays finite for finite
-/// tensors even if the sum of their squares overflows.
+/// Returns the largest absolute value in all tensors, as a 0-dim tensor like that of [`norm`]. The value is finite
+/// for finite tensors, even if the sum of their squares would overflow.
 ///
 /// # Errors
 /// As [`norm`].

@@ -15,19 +15,19 @@ const PIECE_BYTES: i64 = 64 << 20;
 /// values.
 pub fn first_sparse(parameters: &[Tensor]) -> Option<usize> {
     let list = raw_list(parameters);
-    // SAFETY: the array has that many valid tensors.
+    // SAFETY: the array has `list.len()` valid tensors.
     let at = unsafe { ffi::brimful_first_sparse_gradient(list.as_ptr(), list.len()) };
     (at < list.len()).then_some(at)
 }
 
 /// Copies gradients that share memory, so that each parameter has its own. libtorch's backward may leave such
-/// gradients; those of this crate do not.
+/// gradients; the backwards of this crate do not.
 ///
 /// # Errors
 /// When memory runs out.
 pub fn own(parameters: &[Tensor]) -> Result<(), TorchError> {
     let list = raw_list(parameters);
-    // SAFETY: the array has that many valid tensors.
+    // SAFETY: the array has `list.len()` valid tensors.
     unsafe { ffi::brimful_own_gradients(list.as_ptr(), list.len()) }
 }
 
@@ -36,7 +36,7 @@ pub fn own(parameters: &[Tensor]) -> Result<(), TorchError> {
 /// the same kernel.
 ///
 /// # Errors
-/// Those of `run`: some sums may then already have been added to.
+/// As `run`. Some sums may then include gradients of the failed backward.
 pub fn offering(
     parameters: &[Tensor],
     sums: &mut [Option<Tensor>],
@@ -44,7 +44,8 @@ pub fn offering(
 ) -> Result<(), TorchError> {
     check_pairs(parameters, sums)?;
     let (list, places) = (raw_list(parameters), raw_places(sums));
-    // SAFETY: both arrays have as many entries: valid tensors, and valid tensors or null.
+    // SAFETY: both arrays have `list.len()` entries. Entries of `list` are valid tensors; entries of `places` are
+    // valid tensors or null.
     unsafe { ffi::brimful_offer_sums(list.as_ptr(), places.as_ptr(), list.len()) }?;
     let _withdrawn = AtEnd(|| {
         let mut places = raw_places(sums);
@@ -53,8 +54,8 @@ pub fn offering(
         take_new(sums, places);
     });
     run()?;
-    // SAFETY: the array has that many valid tensors. The call adds up the sums that nodes have deferred to the
-    // end.
+    // SAFETY: the array has `list.len()` valid tensors. The call adds up the partial sums that nodes have deferred
+    // to the end of the backward.
     unsafe { ffi::brimful_settle_sums(list.as_ptr(), list.len()) }
 }
 
@@ -87,7 +88,8 @@ fn take_new(sums: &mut [Option<Tensor>], places: Vec<*mut ffi::RawTensor>) {
 pub fn collect(parameters: &[Tensor], sums: &mut [Option<Tensor>]) -> Result<(), TorchError> {
     check_pairs(parameters, sums)?;
     let (list, mut places) = (raw_list(parameters), raw_places(sums));
-    // SAFETY: both arrays have as many entries: valid tensors, and valid tensors or null.
+    // SAFETY: both arrays have `list.len()` entries. Entries of `list` are valid tensors; entries of `places` are
+    // valid tensors or null.
     let result = unsafe {
         let (list, places, count) = (list.as_ptr(), places.as_mut_ptr(), list.len());
         ffi::brimful_collect_gradients(list, places, count, PIECE_BYTES)

@@ -1,8 +1,8 @@
 //! CUDA graphs: work captured once on a stream and replayed with one launch instead of thousands.
 //!
-//! During a capture, work that a thread puts on its current stream is recorded with the addresses of its tensors
-//! and not run. A replay runs it on the current contents of that memory. Each replay continues the device's
-//! random number sequence, as if the work ran eagerly.
+//! During a capture, work that a thread puts on its current stream is not run, but recorded with the addresses of
+//! its tensors. A replay runs it on the current contents of that memory. Each replay continues the device's random
+//! number sequence, as if the work ran eagerly.
 
 use tch::Device;
 
@@ -15,7 +15,7 @@ use crate::{cuda_object, kernels};
 /// Checks that work can be captured here.
 ///
 /// # Errors
-/// The cause, when it cannot: no CUDA, or a version that lacks a symbol.
+/// When there is no CUDA, or the CUDA version lacks a symbol.
 pub fn available() -> Result<(), TorchError> {
     cuda_object::load()
         .map_err(|error| TorchError::other(format!("CUDA graphs are not available here: {error}")))
@@ -57,15 +57,16 @@ pub fn record<T, E: From<TorchError>>(
 unsafe impl Send for Graph {}
 
 impl Capture {
-    /// Begins a capture on the current stream, which must not be the device's default one. Until it ends, this
-    /// thread must not wait for the device or read from it.
+    /// Begins a capture on the current stream, which must not be the device's default one. Until the capture ends,
+    /// this thread must not wait for the device or read from it.
     ///
     /// # Errors
     /// When capture is not available, or the stream is the default one.
     pub fn begin(device: Device, pool: &Pool) -> Result<Self, TorchError> {
         let index = accelerator(device)?;
         available()?;
-        // SAFETY: the pool is two numbers; on success the caller owns the handle.
+        // SAFETY: the pool's id is an array of two numbers, which outlives the call. On success the caller owns
+        // the handle.
         unsafe { ffi::brimful_graph_begin(index, pool.0.as_ptr()) }.map(Self)
     }
 
@@ -74,7 +75,7 @@ impl Capture {
     /// # Errors
     /// When something could not be captured. The stream stays usable.
     pub fn end(self, pool: &mut Pool) -> Result<Graph, TorchError> {
-        // SAFETY: the handle is a capture in progress; the pool has space for two numbers.
+        // SAFETY: the handle is a capture in progress, which `self` owns. The pool's id has space for two numbers.
         unsafe { ffi::brimful_graph_end(self.0, kernels::enabled(), pool.0.as_mut_ptr()) }?;
         Ok(Graph(self))
     }

@@ -9,11 +9,11 @@ use tch::{Device, Tensor};
 
 /// `mallopt` settings of glibc, their values, and the environment variables that override them.
 const SETTINGS: [(c_int, c_int, &str); 3] = [
-    // Free memory at the end of the heap that is returned to the system.
+    // Number of free bytes at the end of the heap above which they are returned to the system.
     (-1, c_int::MAX, "MALLOC_TRIM_THRESHOLD_"),
     // Size from which a block gets a mapping of its own.
     (-3, c_int::MAX, "MALLOC_MMAP_THRESHOLD_"),
-    // Extra memory requested at a time: a whole heap of a thread, which then stays.
+    // Extra memory requested at a time: the size of a thread's whole heap, so that the heap never shrinks.
     (-2, 64 << 20, "MALLOC_TOP_PAD_"),
 ];
 
@@ -23,8 +23,8 @@ unsafe extern "C" {
     fn malloc_trim(kept: usize) -> c_int;
 }
 
-/// Keeps large freed blocks in the process for reuse. Otherwise they return to the system, which clears them page
-/// by page at the next write: up to a fifth of the time of training on a CPU. Call it first thing in `main`.
+/// Keeps large freed blocks in the process for reuse. Otherwise they return to the system, which clears new pages
+/// at their first write. That takes up to a fifth of the time of training on a CPU. Call it first thing in `main`.
 /// Returns whether the settings took effect.
 ///
 /// Applies to the whole process, whose memory then never shrinks below its peak. On threads other than the first it
@@ -41,8 +41,8 @@ fn set(setting: c_int, value: c_int) -> bool {
     unsafe { mallopt(setting, value) == 1 }
 }
 
-/// Returns memory that the process has freed but kept to the system, even between blocks in use. Useful after a
-/// large one-time allocation; does nothing with a C library other than glibc.
+/// Gives memory that the process has freed, but kept for reuse, back to the system; even memory between blocks in
+/// use. Useful after a large one-time allocation; does nothing with a C library other than glibc.
 pub fn give_freed_back() {
     #[cfg(target_env = "gnu")]
     // SAFETY: takes a plain number and may be called at any time.

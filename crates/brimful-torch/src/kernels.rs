@@ -1,7 +1,8 @@
 //! Custom CUDA kernels: their state, the reasons for fallbacks, and a switch.
 //!
-//! They are compiled for the GPU in use at the first launch, by the compiler that comes with libtorch's CUDA
-//! libraries, and cached in the user's cache folder. If one is not available, libtorch's own operations run.
+//! Kernels are compiled for the GPU in use at the first launch, by the compiler that comes with libtorch's CUDA
+//! libraries, and cached in the user's cache folder. If a kernel is not available, libtorch's own operations run
+//! instead.
 
 use std::ffi::CString;
 use std::fmt;
@@ -63,7 +64,8 @@ pub fn enabled() -> bool {
     unsafe { ffi::brimful_kernels_enabled() }
 }
 
-/// Switches the custom kernels on or off for all threads. Captured graphs keep what they were captured with.
+/// Switches the custom kernels on or off for all threads. Captured graphs keep the kernels that they were captured
+/// with.
 pub fn set_enabled(on: bool) {
     // SAFETY: takes a plain value.
     unsafe { ffi::brimful_kernels_enable(on) }
@@ -131,7 +133,7 @@ pub fn compile(
 ) -> Result<CompiledKernel, TorchError> {
     let (source, defines) = (text(source)?, text(&defines.join(" "))?);
     let mut compiled = CompiledKernel { from_cache: false, bytes: 0 };
-    // SAFETY: both are texts that end in NUL; the out-pointers are valid.
+    // SAFETY: `source` and `defines` end in NUL. They and the out-pointers are valid during the call.
     unsafe {
         let (from_cache, bytes) = (&mut compiled.from_cache, &mut compiled.bytes);
         let (source, defines) = (source.as_ptr(), defines.as_ptr());
@@ -147,7 +149,7 @@ pub fn compile(
 /// When the source does not exist. [`compile`] reports any other failure.
 pub fn compile_ahead(source: &str, defines: &[&str], architecture: i32) -> Result<(), TorchError> {
     let (source, defines) = (text(source)?, text(&defines.join(" "))?);
-    // SAFETY: both are texts that end in NUL, which are copied before the call returns.
+    // SAFETY: `source` and `defines` end in NUL, and are copied before the call returns.
     unsafe { ffi::brimful_kernels_compile_ahead(source.as_ptr(), defines.as_ptr(), architecture) }
 }
 

@@ -1,4 +1,4 @@
-//! Known leaves, which a backward may add to, and search for others that it would reach.
+//! Known leaves, which a backward may add to, and a search for other leaves that a backward would reach.
 
 use tch::Tensor;
 
@@ -6,19 +6,19 @@ use crate::error::TorchError;
 use crate::ffi::{self, RawKnownLeaves};
 use crate::{owned_or_none, raw_list};
 
-/// Leaves that backwards may add to, listed once for all of them.
+/// Leaves that backwards may add to, listed once for all backwards.
 #[derive(Debug)]
 pub struct KnownLeaves(*mut RawKnownLeaves);
 
-// SAFETY: it holds tensors, which are `Send`, and has one owner.
+// SAFETY: the list holds tensors, which are `Send`, and has one owner.
 unsafe impl Send for KnownLeaves {}
 
 /// Result of a backward that may reach only known leaves.
 #[derive(Debug)]
 pub enum Reach<T> {
-    /// It reached only known leaves and returned this.
+    /// The backward reached only known leaves, and returned this value.
     Known(T),
-    /// It would also reach this leaf. Nothing was run.
+    /// The backward would also reach this leaf, so nothing was run.
     Other(Tensor),
 }
 
@@ -28,7 +28,7 @@ impl KnownLeaves {
     /// # Errors
     /// When memory for the list runs out.
     pub fn new<'a>(leaves: impl IntoIterator<Item = &'a Tensor>) -> Result<Self, TorchError> {
-        // SAFETY: the caller owns the new list.
+        // SAFETY: takes nothing; the caller owns the new list.
         let mut known = Self(unsafe { ffi::brimful_known_leaves() }?);
         known.add(leaves)?;
         Ok(known)
@@ -43,7 +43,7 @@ impl KnownLeaves {
         leaves: impl IntoIterator<Item = &'a Tensor>,
     ) -> Result<(), TorchError> {
         let leaves = raw_list(leaves);
-        // SAFETY: the array has that many valid tensors; the list lives as long as `self`.
+        // SAFETY: the array has `leaves.len()` valid tensors; the list lives as long as `self`.
         unsafe { ffi::brimful_know_leaves(self.0, leaves.as_ptr(), leaves.len()) }
     }
 
@@ -54,7 +54,7 @@ impl KnownLeaves {
 
 impl Drop for KnownLeaves {
     fn drop(&mut self) {
-        // SAFETY: made by `brimful_known_leaves` and released once.
+        // SAFETY: the list was made by `brimful_known_leaves`, and is released only here.
         unsafe { ffi::brimful_forget_leaves(self.0) }
     }
 }
@@ -68,6 +68,6 @@ pub fn other_leaf<'a>(
     known: &KnownLeaves,
 ) -> Result<Option<Tensor>, TorchError> {
     let roots = raw_list(roots);
-    // SAFETY: the array has that many valid tensors.
+    // SAFETY: the array has `roots.len()` valid tensors, and `known` outlives the call.
     unsafe { ffi::brimful_other_leaf(roots.as_ptr(), roots.len(), known.raw()) }.map(owned_or_none)
 }

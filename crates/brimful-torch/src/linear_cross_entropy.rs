@@ -33,7 +33,7 @@ pub struct SumAndDivisor {
 }
 
 /// Returns the loss of hidden states (… × width) at integer targets (…). A target that is neither a class nor the
-/// ignored value makes it NaN.
+/// ignored value makes the loss NaN.
 ///
 /// # Errors
 /// When shapes, dtypes or devices do not match, or memory runs out.
@@ -45,7 +45,8 @@ pub fn linear_cross_entropy(
     let LossHead { weight, bias, class_weights, smoothing, ignored, chunk_bytes } = head;
     cuda_object::load_for(hidden);
     let chunk_bytes = i64::try_from(chunk_bytes).unwrap_or(i64::MAX);
-    // SAFETY: every tensor is valid, or null where that is allowed; libtorch checks that they match.
+    // SAFETY: every tensor outlives the call; a missing bias or class weights are null. libtorch checks that they
+    // match.
     let both = unsafe {
         ffi::brimful_linear_cross_entropy(
             raw(hidden),

@@ -53,14 +53,15 @@ pub fn tensor(file: &File, start: u64, kind: Kind, shape: &[i64]) -> Result<Tens
     }
     let first = pages.as_mut_ptr().cast();
     let owner = Box::into_raw(Box::new(pages)).cast();
-    // SAFETY: the pages stay in place until the last tensor over them releases them.
+    // SAFETY: `owner` keeps the pages mapped until `unmap`, which libtorch calls when the last tensor over them is
+    // gone.
     let bytes = owned(unsafe { ffi::brimful_lent_bytes(first, bytes, owner, unmap) }?);
     Ok(bytes.f_view_dtype(kind)?.f_view(shape)?)
 }
 
 /// Unmaps the pages of a tensor that is no longer in use.
 unsafe extern "C" fn unmap(pages: *mut c_void) {
-    // SAFETY: `tensor` made the box, and its only owner releases it once.
+    // SAFETY: `pages` is the box that `tensor` made. libtorch calls this function once.
     drop(unsafe { Box::from_raw(pages.cast::<MmapMut>()) });
 }
 
@@ -108,8 +109,8 @@ fn copy_mapped(file: &File, start: u64, kind: Kind, into: &Tensor) -> Result<(),
     let pages = unsafe { MmapOptions::new().offset(start).len(numbers * each).map(file)? };
     let shape = into.size();
     let from = if (pages.as_ptr() as usize).is_multiple_of(each) {
-        // SAFETY: the bytes are mapped and aligned for their dtype as long as `pages` lives; the tensor is
-        // dropped below, before it. Nothing writes through it.
+        // SAFETY: the bytes are mapped and aligned for their dtype as long as `pages` lives. The tensor is dropped
+        // before `pages`, and nothing writes through the tensor.
         unsafe { Tensor::f_from_blob(pages.as_ptr(), &shape, &[], kind, Device::Cpu)? }
     } else {
         // The data are unaligned, because the file's header may end anywhere.

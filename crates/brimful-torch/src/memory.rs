@@ -18,7 +18,7 @@ pub struct DeviceMemory {
     pub reserved: u64,
     /// Number of times the allocator emptied its cache to serve a request.
     pub allocation_retries: u64,
-    /// Number of requests refused even after that.
+    /// Number of requests refused even with an empty cache.
     pub refusals: u64,
     /// Bytes that no process holds, within the limit.
     pub free: u64,

@@ -1,7 +1,7 @@
 //! MPI messages between processes, with buffers that are owned until they have been sent or filled.
 //!
-//! Only the start and the end block. All calls go through [`Mpi`], which is not shared, so they never run at the
-//! same time; programs with several threads put it behind a lock.
+//! Only starting and ending MPI block the caller. All calls go through [`Mpi`], which is not shared, so they never
+//! run at the same time; programs with several threads put it behind a lock.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
@@ -72,10 +72,10 @@ pub struct MpiMessage {
     buffer: Option<Buffer>,
 }
 
-// SAFETY: MPI was started so that any thread may call it, one at a time; `&mut Mpi` guarantees that. The handles
-// are plain identifiers.
+// SAFETY: MPI was started with `Threading::Serialized`: any thread may call it, but only one at a time. `Mpi` is
+// not `Sync`, so no two threads call it at once. The handles are plain identifiers.
 unsafe impl Send for Mpi {}
-// SAFETY: as above; nothing can be done with an `MpiMessage` without the one `Mpi`.
+// SAFETY: as for `Mpi`, which every call on an `MpiMessage` needs.
 unsafe impl Send for MpiMessage {}
 
 impl std::fmt::Debug for Mpi {
@@ -129,7 +129,8 @@ impl Mpi {
         tag: i32,
     ) -> Result<MpiMessage, MpiError> {
         self.begin(buffer, |start, length, request| {
-            // SAFETY: the buffer has these bytes, and lives until the request has been completed.
+            // SAFETY: `start` and `length` are within the buffer. The `MpiMessage` keeps the buffer until the
+            // request has completed, or leaks it.
             unsafe {
                 let (kind, comm) = (ffi::RSMPI_UINT8_T, self.lines[line as usize]);
                 ffi::MPI_Isend(start.cast_const(), length, kind, to as c_int, tag, comm, request)
@@ -149,7 +150,8 @@ impl Mpi {
         tag: i32,
     ) -> Result<MpiMessage, MpiError> {
         self.begin(buffer, |start, length, request| {
-            // SAFETY: the buffer has these bytes, and lives until the request has been completed.
+            // SAFETY: `start` and `length` are within the buffer. The `MpiMessage` keeps the buffer until the
+            // request has completed, or leaks it.
             unsafe {
                 let (kind, comm) = (ffi::RSMPI_UINT8_T, self.lines[line as usize]);
                 ffi::MPI_Irecv(start, length, kind, from as c_int, tag, comm, request)
@@ -157,8 +159,8 @@ impl Mpi {
         })
     }
 
-    /// Returns the next complete message on the control line, with its sender. Does not wait for an incomplete
-    /// one, but later messages of that sender stay behind it.
+    /// Returns the next complete message on the control line, with its sender. Does not wait for a message that is
+    /// still arriving, but returns no later message of the same sender before it.
     ///
     /// # Errors
     /// When MPI refuses.
@@ -194,10 +196,10 @@ impl Mpi {
     fn accept(&mut self) -> Result<bool, MpiError> {
         let (mut found, mut length) = (0, 0);
         let comm = self.lines[MpiLine::Control as usize];
-        // SAFETY: the handles are set by the probe, and a status is plain numbers.
+        // SAFETY: reads a constant of MPI. A status consists of numbers, which may be zero.
         let (mut message, mut status): (_, ffi::MPI_Status) =
             unsafe { (ffi::RSMPI_MESSAGE_NULL, mem::zeroed()) };
-        // SAFETY: plain out-parameters.
+        // SAFETY: MPI writes to these local variables only during the calls.
         unsafe {
             let (any, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
             checked(ffi::MPI_Improbe(any, tag, comm, &mut found, &mut message, &mut status))?;
@@ -206,10 +208,10 @@ impl Mpi {
             }
             checked(ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut length))?;
         }
-        // One piece, as the sender sent it.
+        // The message is received in one piece, as it was sent.
         let buffer = Buffer::Bytes(vec![0; length.unsigned_abs() as usize]);
-        // SAFETY: the buffer has as many bytes as the message, and lives until the request has been
-        // completed.
+        // SAFETY: the buffer has as many bytes as the message. The `MpiMessage` keeps the buffer until the request
+        // has completed, or leaks it. `message` is used only during the call.
         let pending = self.begin(buffer, |start, length, request| unsafe {
             ffi::MPI_Imrecv(start, length, ffi::RSMPI_UINT8_T, &mut message, request)
         })?;
@@ -220,7 +222,7 @@ impl Mpi {
     /// Returns whether a received message has arrived, or whether a sent one's buffer is free again.
     ///
     /// # Errors
-    /// When it was lost.
+    /// When the message was lost.
     pub fn is_done(&mut self, pending: &mut MpiMessage) -> Result<bool, MpiError> {
         pending.test()
     }
@@ -238,7 +240,7 @@ impl Mpi {
         let mut pending = MpiMessage { requests: Vec::with_capacity(1), buffer: Some(buffer) };
         let (first, length) = pending.bytes()?;
         for at in (0..length.max(1)).step_by(LONGEST) {
-            // SAFETY: a null request is never completed, and `at` is inside the buffer.
+            // SAFETY: reads a constant of MPI, and `at` is inside the buffer.
             let (mut request, place) = unsafe { (ffi::RSMPI_REQUEST_NULL, first.add(at)) };
             let piece = LONGEST.min(length - at) as c_int;
             checked(start(place.cast(), piece, &mut request))?;
@@ -261,7 +263,8 @@ impl MpiMessage {
     fn test(&mut self) -> Result<bool, MpiError> {
         while let Some(request) = self.requests.last_mut() {
             let mut done = 0;
-            // SAFETY: a request of ours that has not been completed.
+            // SAFETY: `request` was started by this process and has not completed. MPI writes to `done` only
+            // during the call.
             checked(unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
             if done == 0 {
                 return Ok(false);

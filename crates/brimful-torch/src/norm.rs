@@ -28,8 +28,8 @@ pub fn norm(x: &Tensor, how: RowNorm<'_>) -> Result<Tensor, TorchError> {
     run(x, None, how, ptr::null_mut())
 }
 
-/// Normalises, and also returns `x` itself for callers that use both: the backward adds both gradients in one
-/// pass.
+/// Normalises `x`, and also returns `x` for callers that use it beside the norm. The backward then adds the
+/// gradients of both uses in one pass.
 ///
 /// # Errors
 /// When weight or bias do not fit, or memory runs out.
@@ -62,8 +62,8 @@ fn run(
     cuda_object::load_for(x);
     let RowNorm { weight, bias, eps, root_mean_square } = how;
     let [residual, weight, bias] = [residual, weight, bias].map(raw_or_null);
-    // SAFETY: every tensor is valid, or null where that is allowed; the bridge checks that they fit. On success
-    // the caller owns the new sum, if it asked for one.
+    // SAFETY: every tensor outlives the call; missing ones are null, as is `sum` if no sum is requested. The
+    // bridge checks that shapes fit. On success the caller owns the results.
     unsafe { ffi::brimful_norm(raw(x), residual, weight, bias, eps, root_mean_square, sum) }
         .map(owned)
 }

@@ -82,7 +82,7 @@ pub struct Moment<'a> {
 pub struct Update<'a> {
     /// Parameter, or place of a direction.
     pub parameter: &'a Tensor,
-    /// Gradient: of any dtype but f64, or f64 like the parameter.
+    /// Gradient: f64 if the parameter is f64, else any other floating-point dtype.
     pub gradient: &'a Tensor,
     /// Remainder (i16) of a bf16 parameter, or f32 master of an f16 one.
     pub master: Option<&'a Tensor>,
@@ -114,15 +114,15 @@ impl Update<'_> {
     }
 }
 
-/// Returns whether `other` matches the parameter's memory element by element, in whatever dtype, and the parameter
-/// has no gaps. `fits(p, p)` tests whether `p` can be updated in place.
+/// Returns whether `other` has the parameter's device, shape and strides, and the parameter's memory has no gaps.
+/// Dtypes may differ. `fits(p, p)` tests whether `p` can be updated in place.
 pub fn fits(parameter: &Tensor, other: &Tensor) -> bool {
-    // SAFETY: both are valid; the call only reads.
+    // SAFETY: both tensors are valid, and the call only reads them.
     unsafe { ffi::brimful_fits(raw(parameter), raw(other)) }
 }
 
 /// Updates parameters in place. `rate`, a 0-dim f32 tensor on the parameters' device, multiplies the rate of the
-/// options. It is read at its address, so a captured CUDA graph follows its changes.
+/// options. The kernel reads `rate` at its address, so a captured CUDA graph uses its current value.
 ///
 /// # Errors
 /// When tensors do not match in memory; nothing is changed then.
@@ -156,9 +156,10 @@ pub fn muon_scratch(rows: usize, columns: usize) -> usize {
     2 * rows * columns + 2 * side * side + rows + 1
 }
 
-/// Updates one contiguous matrix along its orthogonalized momentum, which is the update's only moment. `options` has
-/// the momentum's settings, the learning rate and the weight decay; a tensor `rate` replaces the learning rate. Products are computed in the dtype of the scratch
-/// memory: f64 for an f64 parameter, else f32 or bf16. On a CPU nothing is allocated.
+/// Updates one contiguous matrix along its orthogonalized momentum, which is the update's only moment. `options`
+/// has the momentum's settings, the learning rate and the weight decay; a tensor `rate` multiplies the learning
+/// rate. Products are computed in the dtype of the scratch memory: f64 for an f64 parameter, else f32 or bf16. On
+/// a CPU the call allocates nothing.
 ///
 /// # Errors
 /// As [`update`], and when the parameter is no contiguous matrix. If memory runs out on a GPU, some tensors may have
@@ -173,7 +174,7 @@ pub fn muon(
     cuda_object::load_for(one.parameter);
     let &MuonOptions { coefficients: [a, b, c], steps, eps } = muon;
     let muon = RawMuon { a, b, c, eps, steps: steps.into() };
-    // SAFETY: as in `update`; scratch memory is handed out within its bounds.
+    // SAFETY: as in `update`. The bridge checks the bounds of the scratch memory.
     unsafe { ffi::brimful_muon(&one.raw(), &options.raw(), &muon, raw(scratch), raw_or_null(rate)) }
 }
 
@@ -197,9 +198,9 @@ pub fn adafactor_scratch(shape: &[i64]) -> usize {
     2 * numbers + rows + columns + rows / last(1) + 32
 }
 
-/// Updates one contiguous parameter by averages of its squared gradients: over rows and over columns of its last two
-/// dimensions, or of each element of a vector. The averages are its moments, of the scratch memory's dtype: f64 for an
-/// f64 parameter, else f32. On a CPU nothing is allocated.
+/// Updates one contiguous parameter by averages of its squared gradients: over rows and over columns of its last
+/// two dimensions, or of each element of a vector. The averages are its moments, of the scratch memory's dtype:
+/// f64 for an f64 parameter, else f32. On a CPU the call allocates nothing.
 ///
 /// # Errors
 /// As [`muon`].
@@ -230,7 +231,7 @@ pub fn adafactor(
 /// # Errors
 /// When memory runs out.
 pub fn unpack_moment(codes: &Tensor, scales: &Tensor) -> Result<Tensor, TorchError> {
-    // SAFETY: both are valid tensors.
+    // SAFETY: `codes` and `scales` are valid tensors.
     unsafe { ffi::brimful_unpack_moment(raw(codes), raw(scales)) }.map(owned)
 }
 
@@ -239,6 +240,6 @@ pub fn unpack_moment(codes: &Tensor, scales: &Tensor) -> Result<Tensor, TorchErr
 /// # Errors
 /// When strides differ, or memory runs out.
 pub fn pack_moment(numbers: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<(), TorchError> {
-    // SAFETY: all are valid tensors.
+    // SAFETY: all three are valid tensors.
     unsafe { ffi::brimful_pack_moment(raw(numbers), raw(codes), raw(scales)) }
 }

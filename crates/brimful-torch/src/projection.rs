@@ -49,8 +49,8 @@ pub fn projections(
         layers.iter().map(|(weight, bias)| (raw(weight), raw_or_null(*bias))).unzip();
     let joined = outputs == Outputs::Joined;
     let mut out = vec![ptr::null_mut(); if joined { 1 } else { layers.len() }];
-    // SAFETY: every tensor is valid, or null where that is allowed; both lists have the same length, and `out`
-    // has a place for each result, which the caller owns on success.
+    // SAFETY: every tensor outlives the call; a missing bias is null. `weights` and `biases` have `count` entries.
+    // `out` has a place for each result, which the caller owns on success.
     unsafe {
         let (weights, biases) = (weights.as_ptr(), biases.as_ptr());
         let (count, out) = (layers.len(), out.as_mut_ptr());

@@ -8,7 +8,7 @@ use std::thread::LocalKey;
 #[derive(Debug)]
 pub(crate) struct Replaced<T>(RefCell<Vec<(u64, T)>>);
 
-/// Number of a guard on its thread, which it cannot leave.
+/// Number of a guard on its thread, which the guard cannot leave.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GuardNumber(u64, PhantomData<*const ()>);
 

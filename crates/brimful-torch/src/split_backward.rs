@@ -26,7 +26,7 @@ pub type InputGradients = Vec<Option<Tensor>>;
 /// Input gradients of each group, and the pending weight part.
 pub type Begun = (Vec<InputGradients>, SplitBackward);
 
-// SAFETY: it holds tensors and graph nodes, which may be sent between threads, and has one owner.
+// SAFETY: the C++ object holds tensors and graph nodes, which may be sent between threads, and has one owner.
 unsafe impl Send for SplitBackward {}
 
 impl SplitBackward {
@@ -69,7 +69,8 @@ impl SplitBackward {
         let leaves = raw_list(inputs);
         let known = known.map_or(ptr::null(), KnownLeaves::raw);
         let mut made = ptr::null_mut();
-        // SAFETY: the arrays have that many valid tensors.
+        // SAFETY: each array has as many valid tensors as the length passed with it says. `known` is null or
+        // outlives the call.
         let other = unsafe {
             let (roots, count) = (roots.as_ptr(), roots.len());
             let (leaves, length) = (leaves.as_ptr(), leaves.len());
@@ -95,7 +96,7 @@ impl SplitBackward {
         let (roots, gradients): (Vec<_>, Vec<_>) =
             roots.iter().map(|(root, gradient)| (raw(root), raw(gradient))).unzip();
         let mut out = vec![ptr::null_mut(); inputs];
-        // SAFETY: the arrays have that many valid tensors; `out` has a place for each input.
+        // SAFETY: `roots` and `gradients` have `count` valid tensors each; `out` has a place for each input.
         unsafe {
             let (roots, gradients, count) = (roots.as_ptr(), gradients.as_ptr(), roots.len());
             let out = out.as_mut_ptr();
@@ -115,7 +116,7 @@ impl SplitBackward {
     /// # Errors
     /// When there is no such group, or libtorch refuses: memory runs out, or a weight was changed meanwhile.
     pub fn add_weight_gradients(&mut self, group: usize) -> Result<(), TorchError> {
-        // SAFETY: it lives as long as `self`, and checks the group.
+        // SAFETY: the C++ object lives as long as `self`, and checks the group.
         unsafe { ffi::brimful_split_add_weight_gradients(self.split, group) }
     }
 
@@ -130,7 +131,7 @@ impl SplitBackward {
     ) -> Result<Vec<Option<Tensor>>, TorchError> {
         let mut out = vec![ptr::null_mut(); leaves.len()];
         let leaves = raw_list(leaves);
-        // SAFETY: the array has that many valid tensors; `out` has a place for each.
+        // SAFETY: `leaves` has `count` valid tensors, and `out` a place for each of them.
         unsafe {
             let (leaves, count, out) = (leaves.as_ptr(), leaves.len(), out.as_mut_ptr());
             ffi::brimful_split_weight_gradients(self.split, group, leaves, count, out)
@@ -140,14 +141,14 @@ impl SplitBackward {
 
     /// Returns the names of the nodes, if any, that ran whole because they are not libtorch's own.
     pub fn run_whole(&self) -> Option<String> {
-        // SAFETY: it lives as long as `self`; the caller owns the text.
+        // SAFETY: the C++ object lives as long as `self`; the caller owns the text.
         take_string(unsafe { ffi::brimful_split_unknown(self.split) })
     }
 }
 
 impl Drop for SplitBackward {
     fn drop(&mut self) {
-        // SAFETY: made by `brimful_split_backward` and released once.
+        // SAFETY: the C++ object was made by `brimful_split_backward`, and is released only here.
         unsafe { ffi::brimful_split_free(self.split) }
     }
 }

@@ -21,9 +21,9 @@ pub fn threads() -> usize {
     usize::try_from(tch::get_num_threads()).unwrap_or(1)
 }
 
-/// Sets the thread count of this thread only. libtorch's call also changes the default of threads that have not
-/// asked for it yet, so a new thread reads that default before and another one restores it. If no thread can be
-/// started, there is no new thread to see the default.
+/// Sets the thread count of this thread only. libtorch's call also changes the default for threads that have not
+/// read it yet. So a new thread reads the default before the call, and another new thread restores it afterwards.
+/// If no thread can be started, there is no thread that could see the changed default.
 fn set(count: usize) {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);

@@ -31,13 +31,13 @@ pub struct Touched {
 #[derive(Debug)]
 pub struct Frozen(*mut RawFrozen);
 
-// SAFETY: it holds weak pointers, which are as thread-safe as tensors, and has one owner.
+// SAFETY: the list holds weak pointers, which are as thread-safe as tensors, and has one owner.
 unsafe impl Send for Frozen {}
 
 impl Frozen {
-    /// Returns whether one of them requires a gradient by now.
+    /// Returns whether one of these tensors requires a gradient by now.
     pub fn any_is_thawed(&self) -> bool {
-        // SAFETY: null, or a list that lives as long as `self`.
+        // SAFETY: the pointer is null, which is checked first, or a list that lives as long as `self`.
         !self.0.is_null() && unsafe { ffi::brimful_any_is_thawed(self.0) }
     }
 }
@@ -50,7 +50,7 @@ impl Default for Frozen {
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        // SAFETY: null, or made by the bridge and released once.
+        // SAFETY: the pointer is null, or a list that the bridge made and that is released only here.
         unsafe { ffi::brimful_forget_frozen(self.0) }
     }
 }
@@ -63,7 +63,7 @@ impl Drop for Frozen {
 /// # Errors
 /// When memory for the list runs out.
 pub fn touched<T>(f: impl FnOnce() -> T) -> Result<(T, Touched), TorchError> {
-    // SAFETY: on success it is this thread's live list, which ends below or in `drop`.
+    // SAFETY: on success the pointer is this thread's recording, which lives until `end` below, or until `drop`.
     let mut under_way = UnderWay(unsafe { ffi::brimful_touches_begin() }?);
     let value = f();
     Ok((value, under_way.end()?))
@@ -71,10 +71,10 @@ pub fn touched<T>(f: impl FnOnce() -> T) -> Result<(T, Touched), TorchError> {
 
 /// Runs `f` without recording its effects.
 pub fn untold<T>(f: impl FnOnce() -> T) -> T {
-    // SAFETY: a list of this thread, or none, which is restored before it can end.
+    // SAFETY: null pauses this thread's recording, if there is one. The recording is restored before it can end.
     let paused = unsafe { ffi::brimful_touches_exchange(ptr::null_mut()) };
     let _goes_on = AtEnd(|| {
-        // SAFETY: as above.
+        // SAFETY: `paused` is null, or the recording of a `touched` that is still running on this thread.
         unsafe { ffi::brimful_touches_exchange(paused) };
     });
     f()
@@ -83,7 +83,7 @@ pub fn untold<T>(f: impl FnOnce() -> T) -> T {
 /// Returns whether one of these blocks has no other user: all tensors in it are gone.
 pub fn any_is_left(blocks: &[Tensor]) -> bool {
     let blocks = raw_list(blocks);
-    // SAFETY: the array has that many valid tensors.
+    // SAFETY: the array has `blocks.len()` valid tensors.
     unsafe { ffi::brimful_any_is_left(blocks.as_ptr(), blocks.len()) }
 }
 
@@ -114,7 +114,7 @@ impl Drop for UnderWay {
 }
 
 extern "C" fn ran(context: *mut c_void, line: *const c_char) {
-    // SAFETY: `context` is the list of the call that is running on this thread.
+    // SAFETY: `context` points to the `touched` of the `UnderWay::end` that is running on this thread.
     let touched = unsafe { &mut *context.cast::<Touched>() };
     // SAFETY: the bridge passes a NUL-terminated text that is valid during the call.
     let line = unsafe { CStr::from_ptr(line) };
@@ -122,7 +122,7 @@ extern "C" fn ran(context: *mut c_void, line: *const c_char) {
 }
 
 extern "C" fn found(context: *mut c_void, bytes: *mut RawTensor, written: bool) {
-    // SAFETY: `context` is the list of the call that is running on this thread.
+    // SAFETY: `context` points to the `touched` of the `UnderWay::end` that is running on this thread.
     let touched = unsafe { &mut *context.cast::<Touched>() };
     let list = if written { &mut touched.written } else { &mut touched.read };
     list.push(owned(bytes));

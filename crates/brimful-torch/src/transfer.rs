@@ -54,7 +54,7 @@ pub fn copy(into: &Tensor, from: &Tensor) -> Result<(), TorchError> {
 }
 
 /// Queues a copy to the device on this thread's stream there. The host waits only if the source is not pinned, or
-/// if the device is the CPU, whose tensors are used at once.
+/// if the device is the CPU, because host code may read the copy at once.
 ///
 /// # Errors
 /// When memory runs out on the device, or it does not exist.

@@ -1,5 +1,5 @@
-// Kernels that several families compile for a dtype, so that the first launch of one can compile the others
-// ahead: a model that uses one will use them, and each takes most of a second.
+// Kernels that the first launch of another family compiles ahead, for the same dtype: a model that uses the other
+// family will use these, and each takes most of a second to compile.
 #pragma once
 
 #include "compiler.h"

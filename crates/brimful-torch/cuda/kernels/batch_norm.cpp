@@ -123,7 +123,7 @@ std::vector<Compiling> likely(const Reading& reading) {
   return all;
 }
 
-// Compiles the other kernels ahead when such a layer is first trained.
+// Compiles the likely kernels ahead when a layer with this access pattern is first trained.
 void expect_others(const Reading& reading, int device) {
   static std::mutex mutex;
   static std::set<std::array<int, 3>> seen;

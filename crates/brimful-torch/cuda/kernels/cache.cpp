@@ -57,8 +57,8 @@ class Opened {
     if (number >= 0) close(number);
   }
 
-  // Returns whether it is open, has this type, and only this user (or root) may write to it: other writers could
-  // inject code.
+  // Returns whether the file is open, has this type, and only this user (or root) may write to it. Other writers
+  // could inject code.
   bool serves(mode_t type) const {
     struct stat seen{};
     return number >= 0 && fstat(number, &seen) == 0 && (seen.st_mode & S_IFMT) == type &&
@@ -111,7 +111,7 @@ void write_whole(const std::string& file, const std::string& all) {
   fs::create_directories(folder().parent_path());
   mkdir(folder().c_str(), S_IRWXU);
   const Opened in(open_folder());
-  // A folder of ours that others may write to, as another umask may leave it, is made private.
+  // If the folder is ours but others may write to it, as with another umask, it is made private.
   if (in.number >= 0 && !in.serves(S_IFDIR)) fchmod(in.number, S_IRWXU);
   if (!in.serves(S_IFDIR)) return;
   constexpr int kNew = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;

@@ -1,8 +1,8 @@
 // Finds NVRTC and compiles kernels with it, on demand or ahead of their use.
 //
 // NVRTC lies beside libtorch's other CUDA libraries, which the program has already loaded: in their folder, or in
-// one of nvidia's packages next to it, provided others cannot write there. Its helper library must be loaded
-// before it.
+// one of nvidia's packages next to it, provided others cannot write there. NVRTC's helper library must be loaded
+// before NVRTC.
 
 #include "compiler.h"
 
@@ -181,7 +181,7 @@ std::string compile(const Source& source, const std::vector<std::string>& option
 // destroyed at exit in reverse order.
 std::atomic<bool> has_compiled{false};
 
-// Compilation order: source, options and cache key.
+// Compilation job: source, options and cache key.
 struct Order {
   Source source;
   std::vector<std::string> options;
@@ -206,8 +206,7 @@ struct Order {
   }
 };
 
-// Compilation orders processed by background threads. When the program ends, orders that have not begun are
-// dropped.
+// Background threads that run compilation jobs. When the program ends, jobs that have not begun are dropped.
 class Workshop {
  public:
   Workshop() = default;
@@ -228,8 +227,8 @@ class Workshop {
     add_thread();
   }
 
-  // Waits for an order that a thread is compiling. Returns none if no thread has begun it; the caller then
-  // compiles it.
+  // Waits for a job that a thread is compiling. Returns none if no thread has begun the job; the caller then runs
+  // it.
   std::optional<std::string> finished(const std::string& key) {
     std::shared_future<std::string> cubin;
     {
@@ -237,7 +236,7 @@ class Workshop {
       const auto found = cubins_.find(key);
       if (found == cubins_.end()) return std::nullopt;
       cubin = found->second;
-      // Later requests find it in the cache.
+      // Later requests find the kernel in the cache.
       cubins_.erase(found);
       const auto is_its = [&](const Waiting& waiting) { return waiting.key == key; };
       const auto waiting = std::find_if(tasks_.begin(), tasks_.end(), is_its);
@@ -257,8 +256,8 @@ class Workshop {
     Task task;
   };
 
-  // Starts a thread, unless there is one per core. Requires `turn_`. If the system cannot start one, the thread that
-  // needs a kernel compiles it.
+  // Starts a thread, unless there is one per core. Requires that `turn_` is locked. If the system cannot start a
+  // thread, the thread that needs a kernel compiles it.
   void add_thread() {
     if (working_ == std::max(std::thread::hardware_concurrency(), 1u)) return;
     try {

@@ -55,7 +55,7 @@ struct Driver {
     }
   };
 
-  // On failure each throws a c10::OutOfMemoryError if the device is out of memory, else a KernelError.
+  // On failure each function throws a c10::OutOfMemoryError if the device is out of memory, else a KernelError.
   Function<int(int error, const char** name)> error_name{"cuGetErrorName"};
   Function<int(int* device, int ordinal)> device{"cuDeviceGet"};
   Function<int(int* value, int attribute, int device)> device_attribute{"cuDeviceGetAttribute"};

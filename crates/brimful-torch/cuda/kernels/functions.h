@@ -21,7 +21,7 @@
 
 namespace brimful::kernels {
 
-// Run on the current stream of the current device; all pointers are device pointers.
+// These functions run on the current stream of the current device; all pointers are device pointers.
 void cross_entropy(const CrossEntropyArguments& arguments, NumberKind kind, int64_t rows);
 void norm_forward(const NormForwardArguments& arguments, NumberKind kind);
 // Returns the number of rows of partial sums that a backward writes.

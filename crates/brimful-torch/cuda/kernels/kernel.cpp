@@ -125,13 +125,13 @@ Kernel::Loaded Kernel::load(int device) const {
     void* module = module_of(source_, defines_, device);
     driver().function(&loaded.function, module, function_.c_str());
   } catch (const KernelError& error) {
-    // Kept, because another attempt would fail again after another second of compiling.
+    // The failure is kept, because another attempt would fail again after another second of compiling.
     loaded.failure = error.what();
   }
   return loaded;
 }
 
-// Requires `devices_->mutex`. Out of memory is not cached.
+// Requires that `devices_->mutex` is locked. A failure for lack of memory is not cached.
 Kernel::Loaded& Kernel::loaded(int device) const {
   auto place = devices_->loaded.find(device);
   if (place == devices_->loaded.end()) place = devices_->loaded.emplace(device, load(device)).first;

@@ -1,8 +1,8 @@
 // Custom kernel: compiled at first use for the device in use, launched on the current stream.
 //
 // A source includes its argument struct from a header that the C++ side includes too. All functions throw a
-// KernelError if libtorch's own operations are to run instead. They throw an out-of-memory error otherwise, because
-// memory may become free.
+// KernelError if libtorch's own operations are to run instead. If memory runs out, they throw an out-of-memory
+// error instead, because memory may become free.
 #pragma once
 
 #include "gpu.h"

@@ -38,7 +38,8 @@ uint32_t pattern_of(const MemsetNode& set) {
   return set.element_bytes == 2 ? (set.value & 0xffff) * 0x00010001u : set.value;
 }
 
-// Returns whether the kernel can fill it: only contiguous memory, which is nearly all.
+// Returns whether the kernel can replace the node: it fills only contiguous, aligned memory, as nearly all nodes
+// do.
 bool is_fillable(const MemsetNode& set) {
   return set.height == 1 && set.into % 16 == 0 && set.width > 0;
 }

@@ -18,7 +18,7 @@ inline unsigned others_of(const struct stat& seen) {
   return (seen.st_mode & (S_IWGRP | S_IWOTH)) | (is_of_ours(seen) ? 0 : kOwner);
 }
 
-// Returns whether only this user or root may write to it.
+// Returns whether only this user or root may write to the file.
 inline bool is_ours_alone(const struct stat& seen) { return others_of(seen) == 0; }
 
 // Returns the others who may write to the path or replace it. In a sticky folder such as /tmp others may add files but

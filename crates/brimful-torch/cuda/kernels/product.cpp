@@ -15,7 +15,8 @@ BRIMFUL_READ_AGAIN("at::cuda::getCurrentCUDABlasHandle, whose handle has the cur
 
 struct cublasContext;
 
-// Declared here, because the build has no CUDA header. Weak, because everything else works without them.
+// Declared here, because the build has no CUDA header. The symbols are weak, because everything else works without
+// cuBLAS.
 extern "C" {
 __attribute__((weak)) int cublasSetPointerMode_v2(cublasContext* handle, int mode);
 __attribute__((weak)) int cublasGemmEx(
@@ -48,8 +49,8 @@ void check(int status) {
   if (status != 0) throw KernelError("cuBLAS answers " + std::to_string(status));
 }
 
-// Scope in which factors are read from the device. The handle is libtorch's, whose own products have them on the
-// host.
+// Scope in which cuBLAS reads factors from the device. The handle is libtorch's, whose own products pass factors
+// from the host.
 class FactorsOnDevice {
  public:
   explicit FactorsOnDevice(cublasContext* handle) : handle_(handle) {

@@ -21,7 +21,7 @@ struct ScaledProduct {
   int64_t b_step;
 };
 
-// Runs on the current stream of the current device. Throws a KernelError if cuBLAS cannot do it.
+// Runs on the current stream of the current device. Throws a KernelError if cuBLAS cannot compute the product.
 void add_scaled_product(const ScaledProduct& product, NumberKind kind);
 
 }  // namespace brimful::kernels

@@ -39,7 +39,8 @@ impl OwnGenerator {
 
 impl Drop for OwnGenerator {
     fn drop(&mut self) {
-        // SAFETY: it was entered on this thread, which the guard cannot leave, and is left once.
+        // SAFETY: `own` was returned by `enter` on this thread, which the guard cannot leave. It is released only
+        // here.
         unsafe { ffi::brimful_own_generator_leave(self.own) }
     }
 }

@@ -10,7 +10,7 @@ use crate::device::number;
 use crate::error::TorchError;
 use crate::ffi::{self, RawEvent};
 
-/// Event: marks a point in a stream's work, to wait for or to measure time between.
+/// Point in a stream's work, to wait for or to measure times from.
 #[derive(Debug)]
 pub struct Event {
     device: Device,

@@ -32,8 +32,8 @@ impl Stream {
         Self::ask(device, ffi::brimful_stream_from_pool)
     }
 
-    /// Returns a stream from another pool, distinct from those of [`Stream::new`]: for a capture, which no other
-    /// thread's work may enter.
+    /// Returns a stream from libtorch's high-priority pool, which [`Stream::new`] never uses. It is for captures:
+    /// no other thread's work may enter a stream that is being captured.
     ///
     /// # Errors
     /// When the device does not exist.
