@@ -103,7 +103,7 @@ struct ArenaRow {
     threads: usize,
     seconds_without: f64,
     seconds_with: f64,
-    /// Time without accounting over time with it; 1 means that accounting is free.
+    /// Time without accounting, divided by the time with it; 1 means that accounting is free.
     ratio: f64,
     samples_per_s: f64,
     peak_bytes: Bytes,

@@ -215,7 +215,7 @@ struct SummaryRow {
 struct Comparison {
     mean_accuracy: f64,
     deviation: f64,
-    /// Difference of the mean from that of the full batch.
+    /// Mean accuracy minus that of the full batch.
     difference: f64,
     /// Twice the standard error of that difference.
     noise: f64,
@@ -223,7 +223,7 @@ struct Comparison {
 }
 
 impl Comparison {
-    /// Compares; returns none if one of them has a single run and so no deviation.
+    /// Compares the accuracies; returns none if a contestant has a single run, and so no deviation.
     fn new(reached: &[f64], full: &[f64]) -> Option<Self> {
         let ((mean, deviation), (full_mean, full_deviation)) = (spread(reached)?, spread(full)?);
         let share = |deviation: f64, runs: &[f64]| deviation.powi(2) / runs.len() as f64;

@@ -4,8 +4,8 @@ use anyhow::{Result, ensure};
 use brimful_cli::setting::NumberType;
 use tch::{Kind, Tensor};
 
-/// Returns the norm of the difference of all gradients over that of the expected ones. Contestants that compute
-/// different things are not worth comparing.
+/// Returns the norm of the difference of all gradients, divided by the norm of the expected ones. Fails if it
+/// exceeds the dtype's rounding errors: contestants that compute different things are not worth comparing.
 pub(crate) fn relative_difference(
     expected: &[Tensor],
     found: &[Tensor],

@@ -4,7 +4,7 @@ use std::fs;
 
 /// Resets the peak.
 pub(crate) fn forget_peak() {
-    // If that is refused, the peak is that of the whole process: more, never less.
+    // If the system refuses, the peak is that of the process so far, which is never less.
     let _ = fs::write("/proc/self/clear_refs", "5");
 }
 

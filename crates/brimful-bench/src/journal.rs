@@ -94,7 +94,7 @@ impl Journal {
     }
 }
 
-/// Formats a row: who was measured, and every setting and figure but the single measurements.
+/// Formats a row: the contestant, and every setting and figure except single measurements.
 fn for_people(row: &Value) -> String {
     let name = ["contestant", "model"].into_iter().find(|key| row[key].is_string());
     let mut facts = Vec::new();

@@ -179,7 +179,7 @@ impl OffloadOptions {
         })
     }
 
-    /// Plans for the most micro-batches what of this pipeline is offloaded.
+    /// Plans which stages of this pipeline are offloaded, for the largest number of micro-batches.
     fn plan(&self, builder: Builder, device: Device) -> Result<OffloadPlan> {
         let most = self.counts.iter().copied().max().unwrap_or(1);
         let tokens = [self.sequences, self.tokens];
@@ -272,8 +272,8 @@ impl<'a> Contestant<'a> {
     }
 }
 
-/// Profiles one more step with timed transfers. It is not one of the measured steps, because timing costs time.
-/// As before every step, an update precedes it.
+/// Profiles one more step with timed transfers. This step is not one of the measured steps, because timing costs
+/// time. An update comes before it, as before every measured step.
 fn profile(training: &mut StagedTraining, batch: &Samples) -> Result<HostLinkProfile> {
     training.backward(batch)?;
     training.update()?;

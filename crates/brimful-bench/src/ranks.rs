@@ -64,7 +64,7 @@ struct RanksRow {
     #[serde(flatten)]
     speed: Speed,
     ranks: usize,
-    /// Speed over that of one rank in the same run.
+    /// Speed, divided by that of one rank in the same run.
     ratio: f64,
     /// Bytes that each rank sends in a step.
     sent_bytes: Bytes,

@@ -33,7 +33,7 @@ pub(crate) trait SteadyTraining {
     fn wait(&mut self) -> Result<()>;
 }
 
-/// Figures of such steps.
+/// Figures of consecutive steps including their updates.
 #[derive(Debug, Serialize)]
 pub(crate) struct SteadySteps {
     /// Mean seconds of a step; a mean, because an update may run within the next step.

@@ -104,7 +104,8 @@ pub(crate) fn turn<M: Timed>(
 ) -> Result<MeasuredTurn> {
     model.clear()?;
     let before = in_use(device)?;
-    // Created before the clock starts and freed after it, so that it is in no other peak.
+    // The batch is created before the clock starts and freed after it stops, so that no other contestant's peak
+    // includes it.
     let batch = batch();
     let ((loss, peak), seconds) = timed(device, || step(model, &batch))?;
     // Excludes memory that other contestants keep.
@@ -124,8 +125,8 @@ pub(crate) fn timed<T>(device: Device, work: impl FnOnce() -> Result<T>) -> Resu
     Ok((given, start.elapsed().as_secs_f64()))
 }
 
-/// Lets cuDNN benchmark its kernels, as the peers' scripts do: every micro-batch has one shape, so it pays.
-/// Returns whether the device is a GPU.
+/// Lets cuDNN benchmark its kernels, as the peers' scripts do: all micro-batches have one shape, so the benchmark
+/// pays off. Returns whether the device is a GPU.
 pub(crate) fn try_kernels(device: Device) -> bool {
     let cuda = device != Device::Cpu;
     if cuda {

@@ -62,7 +62,7 @@ struct WorldRow {
     #[serde(flatten)]
     staging: Staging,
     balance: Vec<usize>,
-    /// Speed over that in one process.
+    /// Speed, divided by that in one process.
     ratio: f64,
     /// Bytes of a step's activations and gradients at the cuts, and bytes that all ranks sent in a step.
     least_bytes: Option<Bytes>,

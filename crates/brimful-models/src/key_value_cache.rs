@@ -7,8 +7,8 @@ use tch::Tensor;
 
 /// Cache of the keys and values of a transformer's blocks. Clones share one cache.
 ///
-/// A forward takes the tokens after the ones already seen. Running it again, as after a failed step, gives the same
-/// result. [`KeyValueCache::advance`] then counts its tokens as seen.
+/// A forward takes the tokens after those already seen. If the forward is run again, as after a failed step, the
+/// result is the same. After a successful forward, [`KeyValueCache::advance`] counts its tokens as seen.
 ///
 /// ```
 /// use brimful_models::{Gpt, KeyValueCache, gpt, gpt_with_cache};
@@ -75,14 +75,14 @@ impl KeyValueCache {
     /// values of all tokens so far.
     ///
     /// # Panics
-    /// Panics if they exceed the capacity.
+    /// Panics if the tokens exceed the capacity.
     pub(crate) fn extend(&self, block: usize, keys: &Tensor, values: &Tensor) -> [Tensor; 2] {
         let mut seen = self.lock();
         let SeenTokens { count, capacity, .. } = *seen;
         let new = keys.size()[2];
         assert!(
             count + new <= capacity,
-            "{new} tokens after {count} are more than its capacity of {capacity}: clear the cache, \
+            "{new} tokens after {count} exceed the cache's capacity of {capacity}: clear the cache, \
              or make it larger"
         );
         let kept = seen.blocks.entry(block);
@@ -94,7 +94,7 @@ impl KeyValueCache {
     }
 
     fn lock(&self) -> MutexGuard<'_, SeenTokens> {
-        // A forward that panicked leaves its tensors intact.
+        // A forward that panics leaves the cache's tensors intact.
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

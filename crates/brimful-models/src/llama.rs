@@ -224,7 +224,8 @@ impl GatedNetwork {
 
 impl Module for GatedNetwork {
     fn forward(&self, x: &Tensor) -> Tensor {
-        // Computes both in one product: a single fused pass then gates them, and keeps nothing else for the backward.
+        // Computes `gate` and `up` in one product. A single fused pass then gates the product, and keeps nothing
+        // else for the backward.
         let both = Projection::forward_joined([&self.gate, &self.up], x);
         let gated = bias_swiglu(&both, None).unwrap_or_else(|error| panic!("{error}"));
         self.down.forward(&gated)

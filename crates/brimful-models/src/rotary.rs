@@ -69,7 +69,7 @@ impl RotaryTables {
     /// Rotates queries or keys (samples × sequence × heads × width) whose first token is at position `first`.
     ///
     /// # Panics
-    /// Panics if they end beyond the context, or memory runs out.
+    /// Panics if the tokens end beyond the context, or memory runs out.
     pub(crate) fn apply(&self, x: &Tensor, first: i64) -> Tensor {
         let (last, context) = (first + x.size()[1], self.context);
         assert!(

@@ -18,7 +18,8 @@ use tch::{Kind, Tensor};
 
 use crate::conv::conv;
 
-/// Side of the kernel, side of the kernel over squares, and squares that it reads before the first one.
+/// Side of the kernel, side of the kernel over squares, and number of squares that the kernel reads before the
+/// image.
 const KERNEL: i64 = 7;
 const FOLDED: i64 = 4;
 const BEFORE: i64 = 2;
@@ -42,8 +43,8 @@ impl Module for StemConv {
     }
 }
 
-/// Returns whether the convolution is faster over squares, because tensor cores would otherwise multiply zeros. Inputs
-/// that require a gradient are excluded, since it would have to pass back through the squares.
+/// Returns whether the convolution is faster over squares, because tensor cores would otherwise multiply zeros.
+/// Inputs that require a gradient are excluded, because the gradient would have to pass back through the squares.
 fn is_faster_folded(x: &Tensor) -> bool {
     let is_even = matches!(x.size()[..], [_, 1..=4, h, w] if h % 2 == 0 && w % 2 == 0);
     let channels_last = is_even && x.stride()[1] == 1;

@@ -17,7 +17,7 @@
 //!             │ pool                                            ▲ up
 //!             └─────────────► [16C → 32C → 16C] ────────────────┘
 //!
-//! [ ]  a cell of B blocks; the first changes the channels, and the last does at the bottom
+//! [ ]  a cell of B blocks; the first changes the channels, and in the bottom cell also the last
 //! block: 3×3 convolution, dropout of whole channels, instance normalisation, leaky ReLU
 //! ```
 //!

@@ -35,7 +35,7 @@ impl Run {
         serde_json::to_string(&written).expect("strings, numbers, and keys that are strings")
     }
 
-    /// Writes the run to a file, replacing it atomically.
+    /// Writes the run to a file, which is replaced atomically.
     ///
     /// # Errors
     /// When the file system refuses; the error names the remedy.

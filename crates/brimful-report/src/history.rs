@@ -23,7 +23,7 @@ pub struct Steps {
     pub seconds: Vec<f64>,
     /// Mean loss; `None` if it is non-finite.
     pub loss: Vec<Option<f64>>,
-    /// Rate in samples per second.
+    /// Speed in samples per second.
     pub samples_per_s: Vec<f64>,
     /// Size of the largest micro-batch.
     pub micro_batch: Vec<usize>,

@@ -90,7 +90,7 @@ pub struct Device {
 /// Test between steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Test {
-    /// Number of the step before it.
+    /// Number of the step before the test.
     pub step: usize,
     /// Loss; `None` if it is non-finite.
     pub loss: Option<f64>,
@@ -113,7 +113,7 @@ pub struct Decided {
     pub predicted: Option<Bytes>,
     /// Measured need.
     pub measured: Option<Bytes>,
-    /// Bytes that were free for it.
+    /// Bytes that were free for this size.
     pub available: Bytes,
 }
 
@@ -146,7 +146,7 @@ pub struct Compared {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Ended {
-    /// Nothing was run: it is a plan.
+    /// Nothing was run: the file records a plan.
     #[default]
     Planned,
     /// The run finished.
@@ -183,7 +183,7 @@ impl Decided {
         }
     }
 
-    /// Returns whether it has the same size, outcome and reason as the previous decision.
+    /// Returns whether this decision has the same size, outcome and reason as the previous one.
     fn repeats(&self, before: &Self) -> bool {
         (self.size, self.outcome, &self.why) == (before.size, before.outcome, &before.why)
     }

@@ -13,11 +13,11 @@ use brimful_plan::schedule::{
 pub struct TimelineRecord {
     /// Unit of times.
     pub unit: Unit,
-    /// Length of one count in the lanes' columns, in that unit.
+    /// Length of one count in the lanes' columns, in `unit`.
     pub resolution: f64,
     /// Time from the first start to the last end, of actions and transfers.
     pub makespan: f64,
-    /// Idle time of all devices over all their time.
+    /// Idle time of all devices as a share of their total time.
     pub bubble: f64,
     /// Number of stages.
     pub stages: usize,
@@ -41,7 +41,7 @@ pub enum Unit {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Lane {
-    /// Time during which it computes.
+    /// Time during which the device computes.
     pub busy: f64,
     /// Idle time until the last device is done.
     pub idle: f64,
@@ -49,7 +49,7 @@ pub struct Lane {
     pub peak_bytes: u64,
     /// [Letters](ActionKind::letter) of the action kinds.
     pub kinds: String,
-    /// Stages; a single entry where all actions belong to one.
+    /// Stages; a single entry where all actions belong to one stage.
     pub stages: Vec<u32>,
     /// Micro-batches.
     pub micro_batches: Vec<u32>,

@@ -41,7 +41,7 @@ class Graph final : public at::cuda::CUDAGraph {
     const c10::DeviceGuard on(capture_stream_.device());
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     C10_CUDA_CHECK(cudaStreamIsCapturing(capture_stream_, &status));
-    TORCH_CHECK(status == cudaStreamCaptureStatusActive, "something in it cannot be captured");
+    TORCH_CHECK(status == cudaStreamCaptureStatusActive, "the work contains something that cannot be captured");
     capture_end();
     open_ = false;
     if (own_kernels) replace_memsets();

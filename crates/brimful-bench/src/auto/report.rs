@@ -54,7 +54,7 @@ struct Largest {
     /// Largest size that fits, by trial.
     feasible: usize,
     failed: usize,
-    /// Time to find it, in steps of the size found.
+    /// Time to find the size, as a number of steps with that size.
     extra_steps: f64,
 }
 
@@ -66,7 +66,7 @@ struct Fastest {
     first_step_s: f64,
     samples_per_s: f64,
     spread: f64,
-    /// Rate over that of the same size as a fixed one; their steps alternate.
+    /// Rate, divided by the rate of the same size as a fixed size. The steps of both alternate.
     ratio_to_fixed: Option<f64>,
     peak_bytes: Option<Bytes>,
 }
@@ -75,7 +75,7 @@ struct Fastest {
 #[derive(Debug, Serialize)]
 struct Best {
     size: usize,
-    /// Rate of `auto` over that of this size; their steps alternate.
+    /// Rate of `auto`, divided by the rate of this size. The steps of both alternate.
     ratio: f64,
 }
 
@@ -135,7 +135,7 @@ fn fastest(subject: &LimitedWork, best: Option<usize>) -> Result<(Fastest, Optio
         times.push(seconds);
         failed += step.retries;
         (micro_batch, peak_bytes) = (size(&step), step.peak());
-        // Captured graphs hold the memory that a fixed size would need beside them.
+        // Captured graphs hold memory that steps of a fixed size would need.
         if !subject.cuda_graphs {
             same.push(built.step_of(micro_batch)?);
         }
@@ -168,7 +168,7 @@ fn learn(built: &mut Built<'_>, cuda_graphs: bool) -> Result<(usize, f64)> {
     Ok((failed, first_step_s))
 }
 
-/// Runs `largest`. Its extra time is measured against the same number of first steps with the size that it
+/// Runs `largest`. Its extra time is the difference from the same number of first steps with the size that it
 /// found.
 fn find_largest(subject: &LimitedWork, feasible: usize) -> Result<Largest> {
     let mut built = subject.build(MicroBatches::Largest)?;

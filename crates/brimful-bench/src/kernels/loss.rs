@@ -1,7 +1,7 @@
 //! Chunked loss of a model's head, compared with a linear layer and the cross-entropy of its full logits.
 //!
-//! All compute the mean loss and the gradients of hidden states and weight with libtorch's autograd. Ours is
-//! [`brimful::nn::linear_cross_entropy`], outside of a step and its sums.
+//! All contestants compute the mean loss and the gradients of hidden states and weight with libtorch's autograd.
+//! Ours is [`brimful::nn::linear_cross_entropy`], outside of a step and its sums.
 
 use anyhow::Result;
 use brimful::Bytes;
@@ -72,14 +72,14 @@ pub(super) struct LossRow {
     seconds: f64,
     /// (Longest − shortest) / median of the turns.
     spread: f64,
-    /// Seconds of brimful over this contestant's.
+    /// Seconds of brimful, divided by this contestant's.
     time_ratio: f64,
     /// Peak memory beyond hidden states, weight and targets; includes the gradients.
     peak_bytes: Bytes,
-    /// Peak of brimful over this contestant's.
+    /// Peak of brimful, divided by this contestant's.
     peak_ratio: f64,
     loss: f64,
-    /// Norm of the difference of both gradients from the reference's, over the reference's norm.
+    /// Norm of the difference of both gradients from the reference's, divided by the norm of the reference's.
     gradient_difference: f64,
     /// Reasons why libtorch's operations ran instead of a custom kernel.
     #[serde(skip_serializing_if = "Vec::is_empty")]

@@ -32,7 +32,7 @@ impl Family {
     /// Returns the layer of the typical model that costs as much as this one in a model of this size.
     ///
     /// In a U-Net's cell all blocks but the first and the last are alike, in an AmoebaNet's group all cells from
-    /// the third on. Only with a single cell in each group are the reductions a little smaller than their twins.
+    /// the third on. If each group has a single cell, the reductions are a little smaller than their twins.
     pub(super) fn twin(self, layer: &str, size: usize) -> String {
         let Some((cell, number)) = layer.rsplit_once('.') else { return layer.to_owned() };
         let Ok(number) = number.parse::<usize>() else { return layer.to_owned() };
@@ -51,7 +51,8 @@ impl Family {
         }
     }
 
-    /// Returns the parameters that torchgpipe's authors fitted on Tesla P40s, over those of naive-1.
+    /// Returns the number of parameters that torchgpipe's authors fitted on Tesla P40s, divided by that of
+    /// naive-1.
     pub(super) fn published(self, experiment: Experiment) -> Option<f64> {
         let (naive, pipelines) = match self {
             Self::Unet => {

@@ -1,10 +1,10 @@
 //! `brimful-bench memory`: the largest U-Net and AmoebaNet-D that fit k devices of one size.
 //!
 //! Measures a few layers, lets the planner find the largest model whose step fits, and confirms it with two steps
-//! and their optimizer in arenas (or on GPUs) of that size. If they run out of memory, it takes the next smaller
-//! model. `naive-1` is one stage that keeps the activations of the whole mini-batch; `pipeline-k` has k stages
-//! and a micro-batch for each sample; `offload-1` offloads stages of one device to the host as far as they do not
-//! fit.
+//! and their optimizer in arenas (or on GPUs) of that size. If the steps run out of memory, it takes the next
+//! smaller model. `naive-1` is one stage that keeps the activations of the whole mini-batch; `pipeline-k` has k
+//! stages and a micro-batch for each sample; `offload-1` offloads stages of one device to the host as far as they
+//! do not fit.
 
 mod family;
 mod report;

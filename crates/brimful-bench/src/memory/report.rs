@@ -24,7 +24,7 @@ pub(super) struct LargestRow {
     offloaded_stages: usize,
     balance: Vec<usize>,
     parameters: u64,
-    /// Parameters over those of the first row.
+    /// Number of parameters, divided by that of the first row.
     ratio: f64,
     /// Published ratio, on larger devices.
     published_ratio: Option<f64>,

@@ -22,9 +22,10 @@ struct SpeedRow {
     channels_last: bool,
     #[serde(flatten)]
     speed: Speed,
-    /// Speed over that of the hand-written loop in the same run.
+    /// Speed, divided by that of the hand-written loop in the same run.
     ratio: f64,
-    /// Speed over that of the library with the mini-batch on the device; 1 means that all copies are hidden.
+    /// Speed, divided by that of the library with the mini-batch on the device; 1 means that all copies are
+    /// hidden.
     ratio_to_resident: Option<f64>,
     /// Seconds of the warm-up steps, in which kernels are chosen and micro-batches captured.
     warm_up_seconds: Vec<f64>,
@@ -44,7 +45,7 @@ pub(super) struct MemoryRow {
     pub(super) peak_bytes: Bytes,
     /// Mini-batch that it is compared with, in micro-batches.
     pub(super) compared_with: Option<usize>,
-    /// Peak over that of the mini-batch that it is compared with.
+    /// Peak, divided by that of the mini-batch that it is compared with.
     pub(super) ratio: Option<f64>,
 }
 
@@ -63,7 +64,7 @@ pub(super) fn enter(
     for (contestant, shown) in all {
         let seconds = shown.times.median();
         let Tuning { cuda_graphs, channels_last } = contestant.tuning();
-        // Only this pair differs in nothing but the copies.
+        // The copies are the only difference between the streaming and the resident contestant.
         let streams = *contestant == MicroContestant::Streaming;
         journal.enter(&SpeedRow {
             columns: Columns::new(contestant.name(), work),

@@ -17,13 +17,13 @@ struct NormRow {
     columns: Columns,
     #[serde(flatten)]
     speed: Speed,
-    /// Speed over that of the plain step in the same run.
+    /// Speed, divided by that of the plain step in the same run.
     ratio: Option<f64>,
     /// Seconds of the warm-up steps, in which kernels are chosen and the capacity for held activations is
     /// determined.
     warm_up_seconds: Vec<f64>,
     peak_bytes: Option<Bytes>,
-    /// Peak over that of the run's first mini-batch.
+    /// Peak, divided by that of the run's first mini-batch.
     peak_ratio: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_limit: Option<String>,
@@ -62,7 +62,7 @@ impl NormRows {
         Ok(())
     }
 
-    /// Returns a peak over that of the first mini-batch; none for the first mini-batch itself.
+    /// Returns a peak, divided by that of the first mini-batch; none for the first mini-batch itself.
     fn growth(&mut self, contestant: NormContestant, peak: Bytes) -> Option<f64> {
         let first = self.peaks.iter().find(|(who, _)| *who == contestant);
         match first {

@@ -41,22 +41,22 @@ struct PipelineFigures {
     #[serde(flatten)]
     speed: Speed,
     balance: Vec<usize>,
-    /// Speed over that of one thread in the same run.
+    /// Speed, divided by that of one thread in the same run.
     ratio: f64,
     /// Limit of the ratio set by the bubble, for stages of equal time.
     limit: f64,
     /// Parallel capacity of the machine: seconds of one copy alone over the seconds of one copy per stage, all at
     /// once. 1 means that the copies do not slow each other down.
     machine: f64,
-    /// Ratio over limit times machine.
+    /// Ratio, divided by the product of `limit` and `machine`.
     of_limit: f64,
     /// Limit of the ratio by the stages' measured times: the limit of the balance.
     simulated: f64,
-    /// Ratio over `simulated` times machine.
+    /// Ratio, divided by the product of `simulated` and `machine`.
     of_balance: f64,
     /// Ratio published by torchgpipe's authors, on Tesla P40s, over one GPU without a pipeline.
     published_ratio: Option<f64>,
-    /// Idle time over all time, in the step of median time.
+    /// Idle time as a share of all time, in the step of median time.
     bubble: Option<f64>,
     /// Peak of the device with the highest one.
     peak_bytes: Option<Bytes>,

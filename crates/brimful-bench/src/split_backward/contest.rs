@@ -27,12 +27,12 @@ pub(super) struct SplitBackwardRow {
     weight_seconds: f64,
     /// Seconds of both parts of the split backward together, measured on their own.
     split_seconds: f64,
-    /// Seconds of the split backward over those of the whole one.
+    /// Seconds of the split backward, divided by those of the whole one.
     ratio: f64,
     /// (Longest − shortest) / median of the whole backward, and of the split one.
     whole_spread: f64,
     spread: f64,
-    /// Norm of the difference of all gradients over that of the whole backward's.
+    /// Norm of the difference of all gradients, divided by the norm of the whole backward's.
     gradient_difference: f64,
 }
 

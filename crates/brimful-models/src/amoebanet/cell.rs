@@ -71,13 +71,13 @@ pub(super) static REDUCTION: Recipe = Recipe {
 /// Channels of a cell's inputs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CellInputs {
-    /// Channels of the cell before.
+    /// Channels of the previous cell's output.
     pub(super) current: i64,
-    /// Channels of the cell before that one.
+    /// Channels of the output from two cells before.
     previous: i64,
     /// True if the input from two cells before has a larger image.
     is_halved: bool,
-    /// Filters of the cell before.
+    /// Filters of the previous cell.
     filters: i64,
 }
 
@@ -142,7 +142,8 @@ impl AmoebaCell {
         }
     }
 
-    /// Takes the outputs of the two previous cells, the nearer one first. Returns its own output, and the nearer one's.
+    /// Takes the output of the previous cell, then that of the cell before it. Returns this cell's output, then
+    /// that of the previous cell.
     pub(super) fn forward(&self, x: &[Tensor], train: bool) -> Vec<Tensor> {
         let (current, previous) = (&x[0], x.get(1).unwrap_or(&x[0]));
         let entered = self.current.forward(&current.relu(), train);

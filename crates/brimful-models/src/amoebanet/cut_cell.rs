@@ -1,7 +1,8 @@
 //! A cell as a list of layers that can be cut before each of its exact BatchNorms. Its variables have the same names
 //! as in a whole cell.
 //!
-//! The tensor being worked on flows first, then the output of the previous cell, then the states so far.
+//! Several tensors flow from layer to layer: first the one being worked on, then the output of the previous cell,
+//! then the states so far.
 
 use brimful::Layers;
 use brimful::nn::BatchNormPolicy;
@@ -13,8 +14,8 @@ use super::operation::{AdapterShape, OperationKind, aside};
 use crate::conv::ConvShape;
 use crate::norm::batch_norm2d;
 
-/// Makes a cell that takes the outputs of the two previous cells, the nearer one first. The cell returns its own
-/// output, and the nearer one's.
+/// Makes a cell that takes the output of the previous cell, then that of the cell before it. The cell returns its
+/// own output, then that of the previous cell.
 pub(super) fn cut_cell(entry: CellInputs, recipe: &'static Recipe) -> Layers {
     let filters = entry.filters(recipe);
     let layers = Layers::new().add_many("enter", |_| {
@@ -97,7 +98,8 @@ fn cut_adapter(layers: Layers, shape: AdapterShape) -> Layers {
     layers.add_many("previous.kept", move |_| kept)
 }
 
-/// Adds an operation on a state; `before` results flow ahead of the previous cell's output and the states.
+/// Adds an operation on a state. `before` is the number of results that come before the previous cell's output and
+/// the states.
 fn cut_operation(
     layers: Layers,
     name: &str,

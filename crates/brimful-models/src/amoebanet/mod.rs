@@ -41,7 +41,7 @@ const GROUPS: usize = 3;
 pub struct AmoebaNet {
     /// Number of normal cells, L: a multiple of 3.
     pub cells: usize,
-    /// Number of filters in the first of them, F: a multiple of 8.
+    /// Number of filters in the first normal cell, F: a multiple of 8.
     pub filters: i64,
     /// Number of logits.
     pub classes: i64,

@@ -17,13 +17,13 @@ pub(super) enum OperationKind {
     MaxPool3,
     MeanPool3,
     Conv1x1,
-    /// With a quarter of the filters inside.
+    /// Computed with a quarter of the filters, between two 1×1 convolutions.
     Conv3x3,
-    /// With a quarter of the filters inside.
+    /// Computed with a quarter of the filters, between two 1×1 convolutions.
     Conv1x7And7x1,
 }
 
-/// State of a cell, with its ReLU, which is computed once for all convolutions that start from it.
+/// State of a cell, with its ReLU, which is computed once for all convolutions of the state.
 #[derive(Debug)]
 pub(super) struct CellState {
     value: Tensor,

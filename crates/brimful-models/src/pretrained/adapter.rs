@@ -60,8 +60,8 @@ impl AdapterFolder {
         &self.lora
     }
 
-    /// Returns the probability of `lora_dropout`, which the layers here leave out: it was for the training of these
-    /// weights.
+    /// Returns the probability of `lora_dropout`. The layers here have no such dropout, because it was for the
+    /// training of these weights.
     pub fn dropout(&self) -> f64 {
         self.dropout
     }

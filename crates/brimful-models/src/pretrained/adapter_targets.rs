@@ -15,11 +15,11 @@ const LARGEST_RANK: i64 = 1 << 20;
 const USUAL: i64 = 8;
 /// PEFT's name for all projections.
 const ALL: &str = "all-linear";
-/// Initialisations that leave the model's weights as they are; others subtract a part of them.
+/// Initialisations that leave the model's weights unchanged; others subtract a part of the weights.
 const BEGINNINGS: [&str; 3] = ["gaussian", "eva", "orthogonal"];
 /// Remedy for an adapter that is refused.
 const MERGE: &str =
-    "merge it into its model with PEFT (merge_and_unload), and give the folder of that";
+    "merge it into its model with PEFT (merge_and_unload), and give the folder of the merged model";
 
 /// Reads the LoRA configuration for this model; refuses unknown methods.
 pub(super) fn lora_of(fields: &Fields<'_>, config: &Config) -> Result<Lora, PretrainedError> {

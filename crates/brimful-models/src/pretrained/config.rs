@@ -117,7 +117,7 @@ impl Config {
         let field = "initializer_range";
         let spread = fields.held_to(keys::GPT2_CONFIG).number_or(field, SPREAD)?;
         fields.check(field, spread == SPREAD, || {
-            format!("is {spread}: a GPT-2 begins with random numbers that spread by {SPREAD} alone")
+            format!("is {spread}: random weights of a GPT-2 have standard deviation {SPREAD}")
         })
     }
 
@@ -179,7 +179,7 @@ fn gpt2(fields: &Fields<'_>) -> Result<Gpt, PretrainedError> {
     })?;
     let eps = fields.number_or("layer_norm_epsilon", 1e-5)?;
     fields
-        .check("layer_norm_epsilon", eps == 1e-5, || format!("is {eps}: it can be 1e-5 alone"))?;
+        .check("layer_norm_epsilon", eps == 1e-5, || format!("is {eps}: only 1e-5 is supported"))?;
     fields.usual("scale_attn_weights", true)?;
     fields.usual("scale_attn_by_inverse_layer_idx", false)?;
     fields.usual("add_cross_attention", false)?;
@@ -253,8 +253,8 @@ fn head_width(fields: &Fields<'_>, width: i64, heads: i64) -> Result<i64, Pretra
     Ok(head_width)
 }
 
-/// Returns the longest sequence in which every token attends to all before it: a sliding window would hide some of a
-/// longer one.
+/// Returns the length of the longest sequence in which every token attends to all tokens before it. In a longer
+/// sequence, a sliding window would hide some of them.
 fn context(fields: &Fields<'_>, of_type: &str) -> Result<i64, PretrainedError> {
     let usual = match of_type {
         "mistral" => 131_072,
@@ -312,7 +312,7 @@ fn slides_in_a_layer(fields: &Fields<'_>) -> Result<bool, PretrainedError> {
 /// Reads the base and the scaling of rotary positions, which older files keep in different places.
 fn rotary(fields: &Fields<'_>) -> Result<(f64, RotaryScaling), PretrainedError> {
     whole_heads(fields)?;
-    fields.off("original_max_position_embeddings", "say it in rope_parameters alone")?;
+    fields.off("original_max_position_embeddings", "give it only in rope_parameters")?;
     let base = fields.above_0_or("rope_theta", 10_000.0)?;
     let inner = |field| fields.inner(field, keys::ROPE_SCALED_LLAMA3);
     // As in transformers, the older name takes precedence unless it is empty.
@@ -354,5 +354,5 @@ fn llama3(inner: &Fields<'_>) -> Result<RotaryScaling, PretrainedError> {
 fn whole_heads(fields: &Fields<'_>) -> Result<(), PretrainedError> {
     let field = "partial_rotary_factor";
     let part = fields.number_or(field, 1.0)?;
-    fields.check(field, part == 1.0, || format!("is {part}: it can be 1 alone"))
+    fields.check(field, part == 1.0, || format!("is {part}: only 1 is supported"))
 }

@@ -114,7 +114,7 @@ impl<'a> Fields<'a> {
     /// Checks that a switch has its usual value, if it is given.
     pub(super) fn usual(&self, field: &str, usual: bool) -> Result<(), PretrainedError> {
         let set = self.flag_or(field, usual)?;
-        self.check(field, set == usual, || format!("is {set}: it can be {usual} alone"))
+        self.check(field, set == usual, || format!("is {set}: only {usual} is supported"))
     }
 
     /// Returns the texts of a list, or a single one.
@@ -134,7 +134,7 @@ impl<'a> Fields<'a> {
             Some(Value::Array(list)) => list.iter().map(Value::as_i64).collect(),
             Some(one) => one.as_i64().map(|one| vec![one]),
         };
-        list.ok_or_else(|| self.wrong(field, "is neither a whole number nor a list of such"))
+        list.ok_or_else(|| self.wrong(field, "is neither an integer nor a list of integers"))
     }
 
     pub(super) fn positive(&self, field: &str, most: i64) -> Result<i64, PretrainedError> {
@@ -154,7 +154,7 @@ impl<'a> Fields<'a> {
     pub(super) fn divisor_of(&self, field: &str, number: i64) -> Result<i64, PretrainedError> {
         let divisor = self.size(field)?;
         self.check(field, number % divisor == 0, || {
-            format!("is {divisor}, which {number} is no multiple of")
+            format!("is {divisor}, which does not divide {number}")
         })?;
         Ok(divisor)
     }

@@ -104,8 +104,8 @@ impl Pretrained {
         Ok(Self { weights: Some(weights), ..described })
     }
 
-    /// Opens the model of a folder without its weights, if it has any. [`Pretrained::load`] then changes nothing, so
-    /// that a training starts with random weights.
+    /// Opens the model of a folder, but not the weights that the folder may have. [`Pretrained::load`] then
+    /// changes nothing, so that a training starts with random weights.
     ///
     /// # Errors
     /// Fails if config.json is missing or invalid, or the model's type is not supported.
@@ -173,8 +173,8 @@ impl Pretrained {
         self.save_with(folder, SavedPart::Model, variables, |_| Ok(()))
     }
 
-    /// Writes variables with LoRA as [`Pretrained::save`] does. Merges the LoRA weights into each weight when that is
-    /// written.
+    /// Writes variables with LoRA as [`Pretrained::save`] does. Merges the LoRA weights into each weight as the
+    /// weight is written.
     ///
     /// # Errors
     /// As [`Pretrained::save`], and when memory runs out.

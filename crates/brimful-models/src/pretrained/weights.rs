@@ -78,7 +78,8 @@ impl Weights {
         Err(PretrainedError::Tensors { folder: self.folder.clone(), differences })
     }
 
-    /// Makes the head and this table share one tensor, whichever of them the files have, and returns whether they do.
+    /// Makes the head and this table share one tensor if the files have only one of them, or equal ones. Returns
+    /// whether they share it.
     pub(super) fn tie(&mut self, table: &str) -> Result<bool, PretrainedError> {
         let Some(head) = self.places.get(HEAD) else { return Ok(true) };
         let is_one = match self.places.get(table) {
@@ -175,7 +176,7 @@ fn shards(folder: &Path, index: &Path) -> Result<Vec<String>, PretrainedError> {
     let map = fields.value("weight_map").and_then(Value::as_object);
     let map = map.ok_or_else(|| fields.wrong("weight_map", "is missing, or is no object"))?;
     let named: Option<BTreeSet<&str>> = map.values().map(Value::as_str).collect();
-    let named = named.ok_or_else(|| fields.wrong("weight_map", "names what is no text"))?;
+    let named = named.ok_or_else(|| fields.wrong("weight_map", "has a value that is no text"))?;
     if let Some(name) = named.iter().find(|name| !is_file_name(name)) {
         return Err(
             fields.wrong("weight_map", format!("names '{name}', which is no file of this folder"))

@@ -48,7 +48,7 @@ struct Reading {
     const int64_t in_rows = x.size(1);
     const int vector = x.element_size() == 4 ? 4 : 8;
     width = aligned && in_rows % vector == 0 ? vector : 1;
-    if (all / width >= kMaxVectors) throw KernelError("2^31 vectors and more are libtorch's");
+    if (all / width >= kMaxVectors) throw KernelError("libtorch handles 2^31 vectors and more");
     channels = static_cast<int>(in_rows);
     rows = static_cast<int>(all / in_rows);
     const int most = width == 1 ? kSliceNumbers : kSliceChannels / width;

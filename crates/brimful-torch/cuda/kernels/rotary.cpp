@@ -25,7 +25,7 @@ void rotary(const RotaryArguments& given, NumberKind kind) {
   if (arguments.total == 0) return;
   const auto blocks = (arguments.total + kThreads - 1) / kThreads;
   if (blocks > std::numeric_limits<int32_t>::max()) {
-    throw KernelError("rotary: 2^39 words and more are libtorch's");
+    throw KernelError("rotary: libtorch handles 2^39 words and more");
   }
   const Shape shape{static_cast<unsigned>(blocks), 1, kThreads, 0, false};
   family.of("rotary", {kind, per_word}).launch(shape, arguments);

@@ -54,7 +54,7 @@ impl Event {
         if stream.device != self.device {
             let (event, stream) = (self.device, stream.device);
             return Err(TorchError::other(format!(
-                "an event of {event:?} on a stream of {stream:?}"
+                "an event of {event:?} cannot be recorded on a stream of {stream:?}"
             )));
         }
         on_accelerator(self.device, |index| {

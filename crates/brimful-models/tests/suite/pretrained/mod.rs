@@ -270,7 +270,7 @@ fn shards_stay_inside_their_folder() {
         (json!(absolute), "which is no file of this folder"),
         (json!("."), "which is no file of this folder"),
         (json!("link.safetensors"), "which is a link to outside of this folder"),
-        (json!(3), "weight_map names what is no text"),
+        (json!(3), "weight_map has a value that is no text"),
     ] {
         let map = json!({ "weight_map": { "lm_head.weight": named } });
         fs::write(&index, map.to_string()).expect("written");
@@ -367,7 +367,7 @@ fn folders_that_are_wrong_are_refused_before_anything_is_built() {
         ("model_type", json!("mamba"), "'mamba': supported are gpt2, llama, mistral, qwen2"),
         ("hidden_act", json!("relu"), "hidden_act is 'relu': supported are silu"),
         ("num_hidden_layers", json!(-2), "num_hidden_layers is missing, or is no whole number"),
-        ("num_key_value_heads", json!(3), "is 3, which 2 is no multiple of"),
+        ("num_key_value_heads", json!(3), "is 3, which does not divide 2"),
         ("intermediate_size", json!(25), "mlp.down_proj.weight is [16, 24], not [16, 25]"),
         ("num_hidden_layers", json!(3), "model.layers.2.input_layernorm.weight is missing"),
         ("num_hidden_layers", json!(1), "model.layers.1.input_layernorm.weight belongs nowhere"),
@@ -396,7 +396,7 @@ fn sizes_types_and_signs_that_cannot_be_are_refused_with_the_field() {
         ("head_dim", json!(1 << 24), "head_dim is 16777216: it can be 8388608 at most"),
         ("rms_norm_eps", json!(-1e-6), "give a number from 0 to below 1"),
         ("attention_dropout", json!(1.5), "attention_dropout is 1.5: give a number from 0"),
-        ("eos_token_id", json!("2"), "eos_token_id is neither a whole number nor a list"),
+        ("eos_token_id", json!("2"), "eos_token_id is neither an integer nor a list"),
         ("tie_word_embeddings", json!("no"), "tie_word_embeddings is neither true nor false"),
         ("rope_theta", json!(-1), "rope_theta is missing, or is no number above 0"),
         ("rope_scaling", json!("dynamic"), "rope_scaling is no object of fields"),
@@ -411,7 +411,7 @@ fn sizes_types_and_signs_that_cannot_be_are_refused_with_the_field() {
             json!({"rope_type": "default", "factor": 2.0}),
             "rope_parameters.factor is not known here",
         ),
-        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5: it can be 1 alone"),
+        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5: only 1 is supported"),
         ("quantization_config", json!({"bits": 4}), "quantization_config is given, which is not"),
         ("logit_scale", json!(0.0625), "logit_scale is not known here, and may change what is"),
     ] {
