@@ -30,7 +30,7 @@ const LAYERS: [&str; 15] = [
     "bridge/projection.cpp",
     "bridge/rotary.cpp",
     "bridge/whole.cpp",
-    // Both work without CUDA: kernels also compile on machines without a GPU.
+    // These two files work without CUDA, because kernels can be compiled on machines without a GPU.
     "cuda/kernels/cache.cpp",
     "cuda/kernels/compiler.cpp",
 ];
@@ -107,7 +107,7 @@ fn compiler(include: &Path) -> cc::Build {
         // Debug information of libtorch's headers doubles the compile time and is linked into every program.
         // `CXXFLAGS=-g` restores it.
         .debug(false)
-        // As system headers, so that libtorch's own warnings do not drown ours.
+        // libtorch's headers are included as system headers, so that their warnings do not drown ours.
         .flag("-isystem")
         .flag(include)
         .include(".")

@@ -72,11 +72,11 @@ pub(crate) struct RaggedOptions {
 /// Way of cutting the mini-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RaggedCut {
-    /// By samples, all padded to the longest of the mini-batch.
+    /// Cuts by samples, which are all padded to the longest of the mini-batch.
     Samples,
-    /// By samples in a hand-written loop, each micro-batch padded to its own longest.
+    /// Cuts by samples in a hand-written loop, with each micro-batch padded to its longest sample.
     Loop,
-    /// By tokens, samples of similar length together.
+    /// Cuts by tokens, with samples of similar length together.
     Tokens,
 }
 

@@ -83,7 +83,7 @@ struct RanksContestant {
     sent: Bytes,
 }
 
-/// Measures one rank and all ranks in turn; the first rank prints.
+/// Measures one rank and all ranks alternately; the first rank prints.
 pub(crate) fn run(options: &RanksOptions) -> Result<()> {
     let (world, work) = (World::start()?, options.work());
     ensure!(

@@ -75,7 +75,8 @@ pub(crate) fn take_turns<C: Copy>(
     Ok(all.into_iter().map(|(who, _, shown)| (who, shown)).collect())
 }
 
-/// Runs a step on a CPU and returns its peak memory. Kept out of the timed turns, because accounting costs time.
+/// Runs a step on a CPU and returns its peak memory. The timed turns run without memory accounting, which costs
+/// time.
 pub(crate) fn cpu_peak(step: impl FnOnce() -> Result<MeasuredTurn>) -> Result<Bytes> {
     let arena = Arena::new("bench");
     let inside = arena.enter();

@@ -1,7 +1,7 @@
 //! `brimful-bench world`: a pipeline over the ranks of `mpirun` against the same pipeline in one process.
 //!
-//! Both alternate step by step, with the same balance and one thread per stage. A step is forward and backward
-//! over the mini-batch and the reading of its loss; the optimizer is left out.
+//! The two pipelines alternate step by step, with the same balance and one thread per stage. A step is forward and
+//! backward over the mini-batch and the reading of its loss; the optimizer is left out.
 
 use anyhow::{Result, ensure};
 use brimful::pipeline::BalanceBy;

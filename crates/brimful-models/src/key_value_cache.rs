@@ -82,8 +82,8 @@ impl KeyValueCache {
         let new = keys.size()[2];
         assert!(
             count + new <= capacity,
-            "{new} tokens after {count} exceed the cache's capacity of {capacity}: clear the cache, \
-             or make it larger"
+            "{new} tokens after {count} exceed the cache's capacity of {capacity}: clear the \
+             cache, or make it larger"
         );
         let kept = seen.blocks.entry(block);
         let kept = kept.or_insert_with(|| [keys, values].map(|like| empty(like, capacity)));

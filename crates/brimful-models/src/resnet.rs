@@ -190,8 +190,8 @@ impl ResidualShape {
     }
 }
 
-/// Returns the layers of a downsampling shortcut. It is computed and stashed before the convolutions, which then
-/// start from the block's input again, so that no layer waits for both branches at once.
+/// Returns the layers of a downsampling shortcut. The shortcut is computed and stashed before the convolutions.
+/// These then start from the block's input again, so that no layer waits for both branches at once.
 fn downsampled(shape: ConvShape) -> Layers {
     let entered = Layers::new().stash("entry").add("downsample.0", move |p| shape.build(p));
     entered

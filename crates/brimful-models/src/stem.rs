@@ -1,8 +1,8 @@
 //! A ResNet's first convolution: 7×7 with a stride of 2, over the few channels of an image.
 //!
-//! Tensor cores take channels in multiples of eight or sixteen, so with three channels most of their products are
-//! zeros. A convolution with a stride of 2 equals one with a stride of 1 over 2×2 squares, with the pixels of a
-//! square as channels; there its kernel is 4×4:
+//! Tensor cores take channels in multiples of four (f32) or sixteen (half precision), so with three channels many
+//! of their products are zeros. A convolution with a stride of 2 equals one with a stride of 1 over 2×2 squares,
+//! with the pixels of a square as channels; there its kernel is 4×4:
 //!
 //! ```text
 //!   out[h] = Σ w[k] · x[2h + k − 3]                k = 0…6

@@ -131,7 +131,7 @@ fn longest(lengths: &[usize]) -> Result<usize, SplitError> {
     lengths.iter().copied().max().ok_or(SplitError::NoSamples)
 }
 
-/// Fills each range in turn; a sequence that is too long gets a range of its own.
+/// Fills range after range. A sequence that is too long gets a range of its own.
 fn filled(lengths: &[usize], tokens: usize) -> Vec<Range<usize>> {
     let mut ranges = Vec::new();
     let mut start = 0;

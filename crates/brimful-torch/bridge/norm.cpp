@@ -3,7 +3,7 @@
 //
 //   x + residual ─▶ sum ─▶ normed          both come out; without a residual the sum is x
 //
-// If x is also used outside the norm, it passes through the node as the sum does: the norm's backward then adds
+// If x is also used outside the norm, x passes through the node as the sum does. The norm's backward then adds
 // both gradients in its own pass.
 
 #include "column_sums.h"

@@ -146,7 +146,7 @@ void leave_partials(const at::Tensor& parameter, const at::Tensor& partials) {
 
 extern "C" {
 
-// Offers these sums to custom nodes; null for a sum that does not exist yet. Only on a GPU.
+// Offers these sums to custom nodes, for parameters on a GPU only. A sum that does not exist yet is null.
 int32_t brimful_offer_sums(
     const at::Tensor* const* parameters, at::Tensor* const* sums, size_t count,
     char** message) noexcept {

@@ -1,7 +1,8 @@
 // Optimizer steps on many parameters, in place: by our kernel on a GPU, by our loops on a CPU, and
 // by libtorch's operations where the kernel is not available.
 //
-// All walk raw memory for the parameter's number of elements, so gradient and state must have its shape and strides.
+// Kernel, loops and operations all walk raw memory for the parameter's number of elements. So gradient and state
+// must have the parameter's shape and strides.
 
 #include "guard.h"
 #include "host_update.h"

@@ -1,5 +1,5 @@
-// Records the operations of a thread with their host-side numbers, and the memory they read and write that
-// outlives them.
+// Records the operations of a thread with their host-side numbers, and the memory that they read and write as far
+// as it outlives them.
 //
 // libtorch calls back before each operation of a thread that has registered, as for its profilers. An operation's
 // schema marks its outputs, except running statistics.

@@ -31,7 +31,8 @@ typedef Words::Word Word;
 DEVICE float sigmoid(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-x * LOG2_E));
-  // As accurate as the power itself; a correctly rounded division would take longer than everything else.
+  // This division is as accurate as the power itself. A correctly rounded one would take longer than everything
+  // else.
   return __fdividef(1.0f, 1.0f + power);
 }
 

@@ -79,7 +79,7 @@ DEVICE void thread_moments(
     const float mean = count > 0 ? sum[j] / count : 0.f;
     const float around = squares[j] - sum[j] * mean;
     own.mean[j] = shift[j] - first[j] + mean;
-    // Not `>`, so that a NaN is kept.
+    // The comparison is `<`, so that a NaN is kept.
     own.squares[j] = around < 0.f ? 0.f : around;
   }
   own.n = count;

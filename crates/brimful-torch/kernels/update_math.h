@@ -55,8 +55,9 @@ SHARED unsigned short pack_bf16(float number) {
   return static_cast<unsigned short>(is_nan ? bits >> 16 | 0x40u : rounded);
 }
 
-// 8-bit codes of a group whose largest absolute value is `scale`, which has the largest code. A signed code is the
-// square root of number / scale. A square's code is the fourth root, because squares span twice as many orders.
+// 8-bit codes of a group. The group's largest absolute value is its `scale`, and has the largest code. Codes of
+// signed numbers follow the square root of number / scale. Codes of squares follow the fourth root, because
+// squares span twice as many orders of magnitude.
 constexpr float kSignedCodes = 127.0f * 127.0f, kSquareCodes = 65025.0f * 65025.0f;
 
 // Returns the factor that turns numbers into powers of their codes; 0 for a tiny scale, where it would overflow.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::error::take_string;
 use crate::ffi::{self, RawArena, RawStay};
 
-/// Account that CPU allocations are charged to. Clones share it.
+/// Arena: an account that CPU allocations are charged to. Clones share one arena.
 ///
 /// A block stays charged to its arena until it is freed, whichever thread frees it. The first arena installs the
 /// accounting allocator in libtorch; dropping the last arena removes the allocator.
@@ -114,7 +114,7 @@ pub struct RefusedAllocation {
 }
 
 /// Returns the recently refused allocation of this process that the text of an error or panic reports. tch passes
-/// on only the text of a C++ exception, so its numbers are found by the text.
+/// on only the text of a C++ exception, so the numbers of the refusal are looked up by its text.
 pub fn refusal_told_in(text: &str) -> Option<RefusedAllocation> {
     let text = CString::new(text).ok()?;
     let mut numbers = [0; 3];

@@ -59,9 +59,9 @@ unsafe extern "C" {
     fn madvise(start: *mut c_void, length: usize, advice: c_int) -> c_int;
 }
 
-/// Asks the system for huge pages behind a host tensor that has not been written to yet. They speed up sequential
-/// access, the first write and pinning. Covers only huge pages that lie entirely within the tensor. If the system
-/// has no free huge pages, it uses small ones.
+/// Asks the system for huge pages for a host tensor that has not been written to yet. Huge pages speed up
+/// sequential access, the first write and pinning. Covers only huge pages that lie entirely within the tensor. If
+/// the system has no free huge pages, it uses small ones.
 pub fn prefer_large_pages(tensor: &Tensor) {
     if tensor.device() != Device::Cpu || !tensor.defined() {
         return;

@@ -22,8 +22,8 @@ pub fn is_entered() -> bool {
     Replaced::is_noted(&FOUND)
 }
 
-/// Keeps new tensors without memory. Dropping it restores the previous state. Guards may be dropped in any order:
-/// tensors have memory again when none is left.
+/// Keeps new tensors without memory. Dropping the guard restores the previous state. Guards may be dropped in any
+/// order: tensors have memory again when no guard is left.
 #[derive(Debug)]
 #[must_use = "tensors have memory again when the guard is dropped"]
 pub struct MetaGuard(GuardNumber);

@@ -39,8 +39,8 @@ fn elsewhere<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Optio
     Builder::new().spawn(f).ok()?.join().ok()
 }
 
-/// Keeps a thread count in place; dropping it restores the previous one. Guards may be dropped in any order: the
-/// innermost that is left stays in effect.
+/// Keeps a thread count in place. Dropping the guard restores the previous count. Guards may be dropped in any
+/// order: the innermost guard that is left stays in effect.
 #[derive(Debug)]
 #[must_use = "the thread count goes back when the guard is dropped"]
 pub struct ThreadsGuard(GuardNumber);

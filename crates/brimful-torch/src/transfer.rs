@@ -29,7 +29,8 @@ pub fn empty_pinned(tensor: &Tensor) -> Result<Tensor, TorchError> {
 }
 
 /// Allocates host memory for a tensor that will be copied back. It is pinned only if the tensor is on a device.
-/// It keeps the channels-last format, so that a copy there and back is contiguous and restores the format.
+/// The memory has the tensor's channels-last format, if it has one. So a copy to the host and back is contiguous,
+/// and restores the format.
 ///
 /// # Errors
 /// As [`empty_pinned`].
@@ -57,7 +58,7 @@ pub fn copy(into: &Tensor, from: &Tensor) -> Result<(), TorchError> {
 /// if the device is the CPU, because host code may read the copy at once.
 ///
 /// # Errors
-/// When memory runs out on the device, or it does not exist.
+/// When memory runs out on the device, or the device does not exist.
 pub fn send(tensor: &Tensor, device: Device) -> Result<Tensor, TorchError> {
     let index = number(device)?;
     // SAFETY: the tensor is valid.

@@ -220,6 +220,6 @@ struct LoadFigures {
     seconds_build: f64,
     seconds_load: Option<f64>,
     loaded_bytes_per_s: Option<f64>,
-    /// Peak host memory of building and loading, over the bytes of the weights.
+    /// Peak host memory of building and loading, divided by the bytes of the weights.
     host_of_weights: Option<f64>,
 }

@@ -174,8 +174,8 @@ impl MeasuredHead {
         Ok(set_gradient(&mut self.weight, None)?)
     }
 
-    /// Returns the peak memory of a turn beyond its inputs. Kept out of the timed turns, because accounting costs
-    /// time on a CPU.
+    /// Returns the peak memory of a turn beyond its inputs. The timed turns run without memory accounting, which
+    /// costs time on a CPU.
     fn peak(&mut self, contestant: LossContestant) -> Result<Bytes> {
         self.clear()?;
         let memory = Memory::of(self.device)?;

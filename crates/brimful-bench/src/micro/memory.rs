@@ -1,8 +1,8 @@
 //! Peak memory and rate by the number of micro-batches: neither should depend on the mini-batch.
 //!
-//! A single micro-batch is special: there is no gradient before its backward, and no next micro-batch to
-//! prefetch. From two on, gradients are kept through later forwards, and the next micro-batch is prefetched. So
-//! 64 is compared with 1, and 128 and a whole training set with 2.
+//! A single micro-batch is special: there is no gradient before its backward, and no next micro-batch to prefetch.
+//! From two on, gradients are kept through later forwards, and the next micro-batch is prefetched. So 64
+//! micro-batches are compared with 1, and 128 micro-batches and a whole training set with 2.
 
 use std::time::Instant;
 

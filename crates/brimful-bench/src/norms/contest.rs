@@ -100,8 +100,8 @@ impl<'a> NormContest<'a> {
         }
     }
 
-    /// Returns the peak memory of a contestant's step on a CPU. Kept out of the timed turns, because accounting
-    /// costs time.
+    /// Returns the peak memory of a contestant's step on a CPU. The timed turns run without memory accounting,
+    /// which costs time.
     fn cpu_peak(&mut self, contestant: NormContestant) -> Result<Bytes> {
         if contestant == NormContestant::Exact {
             return ExactModel::cpu_peak(self.work, &self.batch);

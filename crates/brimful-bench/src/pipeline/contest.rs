@@ -23,7 +23,7 @@ pub(super) struct PipelineContest {
     stages: usize,
     batch: Samples,
     alone: OneThread,
-    /// None on an accelerator, and for a single stage.
+    /// Copies of the model, one per stage; none on an accelerator, and for a single stage.
     copies: Option<ThreadCopies>,
     pub(super) runners: Vec<Runner>,
     /// Pipelines that cannot be built, for example because the model has too few layers for the schedule.

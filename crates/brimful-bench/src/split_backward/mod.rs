@@ -1,8 +1,8 @@
 //! `brimful-bench split-backward`: a split backward against the whole backward of the same graph.
 //!
 //! The graph is that of a stage in the middle of a pipeline: all layers but the first, whose output is the input
-//! and requires a gradient. Both backwards begin with the same output gradient, each after its own forward, and
-//! alternate. Their gradients must agree.
+//! and requires a gradient. The two backwards alternate, each after its own forward, and begin with the same
+//! output gradient. Their gradients must agree.
 
 mod contest;
 mod stage;

@@ -65,8 +65,8 @@ fn cut_norm(layers: Layers, name: String, channels: i64, relu: bool) -> Layers {
     })
 }
 
-/// Adds the adapter. It takes state 0, the output from two cells before and the previous cell's output; it returns the
-/// previous cell's output, then states 0 and 1.
+/// Adds the adapter. The adapter takes state 0, the output from two cells before and the previous cell's output.
+/// It returns the previous cell's output, then states 0 and 1.
 fn cut_adapter(layers: Layers, shape: AdapterShape) -> Layers {
     let rectified = !matches!(shape, AdapterShape::Same);
     let layers = layers.add_many("previous.taken", move |_| {

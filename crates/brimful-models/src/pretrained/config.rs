@@ -216,7 +216,7 @@ fn llama_of(fields: &Fields<'_>, of_type: &str) -> Result<Llama, PretrainedError
     let width = fields.size("hidden_size")?;
     let heads = fields.size("num_attention_heads")?;
     let key_value_heads = match fields.has("num_key_value_heads") || of_type == "llama" {
-        // As in transformers, `null` means as many as heads.
+        // As in transformers, `null` means as many heads of keys and values as of queries.
         true if !fields.is_given("num_key_value_heads") => heads,
         _ => fields.divisor_of("num_key_value_heads", heads)?,
     };
@@ -268,7 +268,7 @@ fn context(fields: &Fields<'_>, of_type: &str) -> Result<i64, PretrainedError> {
         _ => false,
     };
     match slides {
-        // As in transformers, `null` means no window, and a missing field this default.
+        // As in transformers, `null` means no window, and a missing field means a window of 4096.
         true if fields.is_given("sliding_window") || !fields.has("sliding_window") => {
             Ok(context.min(positive_or(fields, "sliding_window", 4096)?))
         }

@@ -6,11 +6,11 @@
 /// Treatment of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Treatment {
-    /// The model depends on it.
+    /// The model depends on the key.
     Used,
-    /// It must have the value, or one of the values, that this implementation assumes; others are refused.
+    /// The key must have the value, or one of the values, that this implementation assumes; others are refused.
     Checked,
-    /// It has no effect here, for the given reason.
+    /// The key has no effect here, for the given reason.
     WithoutEffect,
 }
 

@@ -95,7 +95,8 @@ impl Pretrained {
         let config = &mut described.config;
         let mut weights = Weights::open(&described.folder, config.prefix())?;
         weights.check_blocks(config.blocks())?;
-        // As in transformers, two different tensors stay separate, whatever config.json says.
+        // As in transformers, a head and an embedding that differ in the files stay separate, whatever config.json
+        // says.
         if config.is_tied() && !weights.tie(config.token_table())? {
             config.untie();
             described.told.insert(TIED.to_owned(), false.into());
@@ -150,7 +151,7 @@ impl Pretrained {
     }
 
     /// Copies the weights into the variables of the same names, of the whole model or a part of it, as returned by
-    /// [`Pipeline::variables`](brimful::Pipeline::variables) or a `VarStore`. LoRA weights stay as they are.
+    /// [`Pipeline::variables`](brimful::Pipeline::variables) or a `VarStore`. LoRA weights stay unchanged.
     ///
     /// # Errors
     /// Fails if a file can no longer be read, or memory runs out.

@@ -1,7 +1,7 @@
 //! Balances layers over stages: the exact min-max partition.
 //!
-//! `brimful::balance::measure`, which needs libtorch, measures the costs of layers. They can also be given
-//! as plain numbers:
+//! `brimful::balance::measure`, which needs libtorch, measures the costs of layers. The costs can also be given as
+//! plain numbers:
 //!
 //! ```
 //! use brimful_plan::balance::{self};

@@ -21,7 +21,7 @@ pub struct PlanRow {
     pub balance: Balance,
     /// Time of one step.
     pub makespan: f64,
-    /// Idle device-time over all device-time.
+    /// Idle time of all devices as a share of their total time.
     pub bubble: f64,
     /// Peak bytes on each device.
     pub peak_bytes: Vec<u64>,

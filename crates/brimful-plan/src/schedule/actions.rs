@@ -4,7 +4,7 @@ use super::recompute;
 use super::validate::{self, Facts};
 use super::{Action, ActionKind, DeviceId, MicroBatchId, Recompute, ScheduleError, StageId};
 
-/// List of actions for each device. It is validated on creation, so it can always be run.
+/// Lists of actions, one for each device. They are validated on creation, so they can always be run.
 ///
 /// Created by [`Schedule::actions`](super::Schedule::actions), or parsed from a text with one line for each
 /// device:

@@ -136,11 +136,11 @@ pub(super) struct HeldAs {
 /// Place of the previous stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StageBefore {
-    /// On another device, or there is none.
+    /// Another device, or no previous stage.
     Elsewhere,
-    /// On the same device.
+    /// This device.
     Here,
-    /// On the same device, where its output stays with its activations.
+    /// This device, where the previous stage's output stays with its activations.
     HereAndKept,
 }
 

@@ -45,9 +45,8 @@ impl Recompute {
 
 /// Inserts each recompute directly before its backward, by the mode of its stage.
 ///
-/// That is early enough: a recompute needs nothing from the next stage, so the device runs it while it would
-/// otherwise wait for the gradient. Any earlier position would hold the activations for longer and gain
-/// nothing.
+/// This position is early enough: a recompute needs nothing from the next stage, so it runs while the device would
+/// otherwise wait for the gradient. Any earlier position would hold the activations for longer and gain nothing.
 pub(super) fn weave(list: Vec<Action>, mode: impl Fn(StageId) -> Recompute) -> Vec<Action> {
     let mut woven = Vec::with_capacity(list.len() * 2);
     for action in list {

@@ -104,7 +104,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Runs all actions. They are validated, so no device waits for ever.
+    /// Runs all actions, which are validated, so no device waits for ever.
     fn run(mut self) -> Vec<Vec<Span>> {
         // The times do not depend on the order in which devices are visited: an action's start depends only on its
         // own input and on the previous action of its device. So no event queue is needed; a device runs as far as
@@ -122,7 +122,7 @@ impl<'a> Simulator<'a> {
         };
         let free = done.last().map_or(0.0, |span| span.end);
         let ready = self.ready(action);
-        // Not sent yet: the sender will wake this device.
+        // The input is not sent yet: its sender will wake this device.
         if ready.is_nan() {
             return false;
         }

@@ -54,8 +54,8 @@ impl DeviceOrder {
         for _ in 0..2 * (p - d) - 1 {
             self.run(DOWN, [ActionKind::Forward]);
         }
-        // Fill both ways: the gradient of a micro-batch returns 2d + 1 ticks after its forward on the way
-        // up. That is d pairs of forwards, and the forward of the first full cycle.
+        // Fill both ways: the gradient of a micro-batch returns 2d + 1 ticks after its forward on the way up.
+        // These ticks are d pairs of forwards, and the forward of the first full cycle.
         for _ in 0..d {
             self.run(UP, [ActionKind::Forward]);
             self.run(DOWN, [ActionKind::Forward]);

@@ -135,8 +135,8 @@ fn on_accelerator<T: Default>(
     if device == Device::Cpu { Ok(T::default()) } else { f(number(device)?) }
 }
 
-/// Keeps a stream current on this thread; dropping it restores the previous one. Guards may be dropped in any
-/// order: the innermost that is left stays in effect.
+/// Keeps a stream current on this thread. Dropping the guard restores the previous stream. Guards may be dropped
+/// in any order: the innermost guard that is left stays in effect.
 #[derive(Debug)]
 #[must_use = "the stream is left when the guard is dropped"]
 pub struct StreamGuard(GuardNumber);

@@ -3,9 +3,9 @@
 /// Largest number of micro-batches that a stage may hold, memory permitting.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Depth {
-    /// As for 1F1B: the number of stages from this one to the last.
+    /// Limit of 1F1B: the number of stages from this one to the last.
     ToTheLast,
-    /// As for zero-bubble H1: the number of stages.
+    /// Limit of zero-bubble H1: the number of stages.
     AllStages,
     /// Enough for a micro-batch to go to the last stage and its gradient to come back: twice the number of stages,
     /// less one.

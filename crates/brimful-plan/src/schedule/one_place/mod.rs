@@ -1,8 +1,8 @@
 //! Reorders actions so that one place in each channel is enough.
 //!
-//! If micro-batches go round the devices several times, the plainest order lets some of them queue between
-//! two devices. These functions find another order, as short or nearly so, in which no device waits for
-//! ever while a full channel blocks its sender.
+//! If micro-batches go round the devices several times, the plainest order lets some of them queue between two
+//! devices. These functions find another order, which is as short or nearly as short. In this order no device
+//! waits for ever, although a full channel blocks its sender.
 
 mod device;
 mod list_scheduler;

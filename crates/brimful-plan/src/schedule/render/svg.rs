@@ -117,7 +117,7 @@ impl Picture {
         let memories = panels.iter().flat_map(|panel| {
             (0..panel.simulation.devices().len()).map(|device| panel.memory(device).0)
         });
-        // Not 0, to avoid divisions by zero.
+        // No scale is 0, to avoid divisions by zero.
         Self {
             makespan: makespan.max(f64::MIN_POSITIVE),
             memory: memories.fold(f64::MIN_POSITIVE, f64::max),

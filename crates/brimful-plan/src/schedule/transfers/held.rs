@@ -189,8 +189,8 @@ impl HeldBytes {
         if is_first { 0 } else { u128::from(self.costs.input_bytes_of(action.stage)) }
     }
 
-    /// Returns the bytes of the output's gradient if the loss makes it on this stage, the last one. Other
-    /// stages receive theirs from the next stage.
+    /// Returns the bytes of the output's gradient if the loss makes it on this stage, the last one. Other stages
+    /// receive this gradient from the next stage.
     fn loss_gradient(&self, action: Action) -> u128 {
         let is_last = action.stage.index() + 1 == self.costs.stages.len();
         if is_last { u128::from(self.costs.stages[action.stage.index()].output_bytes) } else { 0 }

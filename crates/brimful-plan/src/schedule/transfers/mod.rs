@@ -150,9 +150,9 @@ impl TransferKind {
     }
 }
 
-/// Transfer of a device's list. It *starts* right before action number `before` is run, without blocking.
-/// Stream fences make it wait for its own dependencies (the actions before it, and the release that freed
-/// its memory), and make the actions that need it wait for it.
+/// Transfer of a device's list. The transfer *starts* right before action number `before` is run, without
+/// blocking. Stream fences make it wait for its own dependencies (the actions before it, and the release that
+/// freed its memory), and make the actions that need it wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Transfer {
     /// Kind of the transfer.
