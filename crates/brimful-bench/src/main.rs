@@ -32,12 +32,10 @@ mod turns;
 mod work;
 mod world;
 
-use std::process::ExitCode;
-
 use brimful_cli::command_line;
 
 use args::BenchArgs;
 
-fn main() -> ExitCode {
-    command_line::run::<BenchArgs>()
+fn main() {
+    command_line::run::<BenchArgs>();
 }

@@ -2,11 +2,11 @@
 
 use std::env;
 use std::ffi::OsString;
-use std::io::ErrorKind;
-use std::process::ExitCode;
+use std::io::{self, ErrorKind, Write};
 
 use anyhow::Result;
 use brimful::memory;
+use brimful_torch::libtorch;
 use clap::{Arg, ArgAction, Command, Parser};
 
 use crate::args::Global;
@@ -28,16 +28,19 @@ pub trait CommandLine: Parser {
     fn run(&self) -> Result<Exit>;
 }
 
-/// Parses the command line, runs its command and returns the exit code.
-pub fn run<C: CommandLine>() -> ExitCode {
-    match read::<C>(env::args_os().collect()) {
-        Err(exit) => exit.into(),
+/// Parses the command line, runs its command and ends the process with its exit code.
+pub fn run<C: CommandLine>() -> ! {
+    let exit = match read::<C>(env::args_os().collect()) {
+        Err(exit) => exit,
         Ok(line) => {
             memory::keep_freed_blocks();
             let outcome = prepare(line.global()).and_then(|()| without_panic(|| line.run()));
-            ended::<C>(outcome, line.global().verbose).into()
+            ended::<C>(outcome, line.global().verbose)
         }
-    }
+    };
+    // An error has been printed by now, or nobody reads.
+    let _unread = io::stdout().flush();
+    libtorch::exit_at_once(exit.code())
 }
 
 /// Parses the command line. Prints a request for help or a usage error at once, and returns the exit code as the

@@ -3,7 +3,6 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::panic::resume_unwind;
-use std::process::ExitCode;
 
 use brimful::Error;
 use brimful::balance::BalanceError;
@@ -75,12 +74,6 @@ impl Exit {
             Self::Fault => 4,
             Self::Interrupted { signal } => 128 + signal,
         }
-    }
-}
-
-impl From<Exit> for ExitCode {
-    fn from(exit: Exit) -> Self {
-        Self::from(exit.code())
     }
 }
 

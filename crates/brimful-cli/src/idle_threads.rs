@@ -11,8 +11,11 @@ const SAID: [&str; 2] = ["OMP_WAIT_POLICY", "KMP_BLOCKTIME"];
 
 /// Restarts the program in this process, with idle threads that soon sleep. OpenMP's library reads its variables when
 /// it is loaded, before `main`. Returns if the environment already sets how threads wait, as it does after a restart,
-/// or if the restart fails.
+/// if it allows one thread only, or if the restart fails.
 pub(crate) fn sleep_soon() {
+    if env::var_os("OMP_NUM_THREADS").is_some_and(|threads| threads == "1") {
+        return;
+    }
     if SAID.iter().chain([&SPINS.0]).any(|name| env::var_os(name).is_some()) {
         return;
     }

@@ -2,11 +2,9 @@
 
 #![forbid(unsafe_code)]
 
-use std::process::ExitCode;
-
 use brimful_cli::args::BrimfulArgs;
 use brimful_cli::command_line;
 
-fn main() -> ExitCode {
-    command_line::run::<BrimfulArgs>()
+fn main() {
+    command_line::run::<BrimfulArgs>();
 }

@@ -1,6 +1,6 @@
 //! C interface of `bridge/*.cpp`, declared once.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::mem::{self, offset_of};
 
 use crate::error::{TorchError, call};
@@ -275,6 +275,8 @@ guarded! {
 }
 
 unsafe extern "C" {
+    /// Ends the process without destructors; from the C library.
+    pub(crate) fn _exit(code: c_int) -> !;
     pub(crate) fn brimful_free_message(message: *mut c_char);
     pub(crate) fn brimful_show_config() -> *mut c_char;
     pub(crate) fn brimful_cpu_capability() -> *mut c_char;

@@ -16,6 +16,13 @@ pub fn version() -> Option<String> {
     Some(rest.split([',', ' ', '\n']).next()?.to_owned())
 }
 
+/// Ends the process with this exit code, without the destructors of libtorch's static objects. They take a third of
+/// the time of a short run. Nothing that is buffered is written.
+pub fn exit_at_once(code: u8) -> ! {
+    // SAFETY: takes a number, and does not return.
+    unsafe { ffi::_exit(i32::from(code)) }
+}
+
 /// Returns the file that the running libtorch was loaded from.
 pub fn library_path() -> Option<PathBuf> {
     // SAFETY: takes nothing and returns null or a string that the caller owns.

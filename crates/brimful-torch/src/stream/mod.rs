@@ -109,6 +109,10 @@ impl Stream {
     /// # Errors
     /// When the device has failed.
     pub fn wait(self, event: &Event) -> Result<(), TorchError> {
+        // An event of a CPU is always reached, and has no handle.
+        if event.handle.is_null() {
+            return Ok(());
+        }
         on_accelerator(self.device, |index| {
             // SAFETY: the event lives as long as its handle; the id came from libtorch.
             unsafe { ffi::brimful_event_block(event.handle, index, self.id) }
