@@ -79,7 +79,7 @@ const WITH_ACTIVATIONS: u64 = 2;
 
 /// Sizes of a model that advice depends on.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ModelSize {
+struct ModelSize {
     layers: usize,
     /// Least memory in the dtype of the run.
     least: LeastBytes,
@@ -88,7 +88,7 @@ pub(super) struct ModelSize {
 }
 
 impl ModelSize {
-    pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
+    fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
         let [least, narrow] = [options.dtype(), NumberType::Bf16]
             .map(|dtype| LeastBytes::of(layers, options, dtype.kind()));
         Ok(Self { layers: layers.len(), least: least?, narrow: narrow? })
@@ -152,12 +152,13 @@ fn listed(remedies: &[String]) -> String {
 /// Returns the error of a model that could not be built, with remedies if memory ran out.
 pub(super) fn of_building(
     error: anyhow::Error,
-    size: ModelSize,
+    layers: &Layers,
     options: &TrainOptions,
 ) -> anyhow::Error {
     if !ran_out(&error) {
         return error;
     }
+    let Ok(size) = ModelSize::of(layers, options) else { return error };
     // Nothing has run yet, so no activations are kept for a backward.
     let mut remedies = size.remedies(options, options.memory_limit);
     remedies.retain(|remedy| !remedy.contains("--recompute"));
@@ -186,8 +187,9 @@ impl Trainer {
             let remedy = self.fixed_remedy(oom).unwrap_or_else(|| self.smaller(*available, oom));
             return does_not_fit(format!("{}; {remedy}", oom.message));
         }
-        let remedies = |limit| listed(&self.size.remedies(&self.options, limit));
-        let remedy = |oom: &OutOfMemory| self.remedy(oom).unwrap_or_else(|| remedies(oom.limit));
+        let remedy = |oom: &OutOfMemory| {
+            self.remedy(oom).unwrap_or_else(|| listed(&self.remedies(oom.limit)))
+        };
         match cause.out_of_memory().map(remedy) {
             Some(remedy) => {
                 let told = format!("{}; {remedy}", without_remedy(&cause.to_string()));
@@ -195,6 +197,12 @@ impl Trainer {
             }
             None => cause.into(),
         }
+    }
+
+    /// Lists the options that should make the model fit a device with this limit.
+    fn remedies(&self, limit: Option<Bytes>) -> Vec<String> {
+        let size = ModelSize::of(&self.layers, &self.options);
+        size.map(|size| size.remedies(&self.options, limit)).unwrap_or_default()
     }
 
     /// Says that a single sample does not fit, for a step whose fixed bytes are unknown.
@@ -205,7 +213,7 @@ impl Trainer {
         };
         format!(
             "a micro-batch of {least} does not fit into the {available} of free memory either: {}",
-            listed(&self.size.remedies(&self.options, oom.limit))
+            listed(&self.remedies(oom.limit))
         )
     }
 
@@ -237,7 +245,7 @@ impl Trainer {
         let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
         let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
         fits_none.then(|| {
-            let mut remedies = self.size.remedies(&self.options, Some(limit));
+            let mut remedies = self.remedies(Some(limit));
             remedies.splice(1..1, self.smaller_state(&fixed, limit));
             format!(
                 "{fixed} at any micro-batch size, and the limit is {limit}: {}",

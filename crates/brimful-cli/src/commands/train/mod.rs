@@ -18,7 +18,6 @@ mod records;
 mod resume;
 mod run_files;
 mod running;
-mod save_place;
 mod saved;
 mod stages;
 mod tested;
@@ -67,9 +66,9 @@ pub(crate) fn run(options: &TrainOptions) -> Result<Exit> {
         Ok(_) => Ended::Stopped,
         Err(error) => Ended::Failed(output::causes(error)),
     };
-    let written = match trainer.is_first() {
-        true => records::write(&trainer, ended),
-        false => Ok(()),
+    let written = match trainer.recorder.as_ref().filter(|_| trainer.is_first()) {
+        Some(recorder) => records::write(recorder, &trainer.options, ended),
+        None => Ok(()),
     };
     trained.and_then(|exit| written.map(|()| exit))
 }
@@ -91,7 +90,7 @@ fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
 fn train(trainer: &mut Trainer) -> Result<Exit> {
     interrupt::listen()?;
     let mut display = Display::new(trainer)?;
-    let mut checkpoints = Checkpoints::new(trainer);
+    let mut checkpoints = trainer.takes_part_in_saves().then(|| Checkpoints::new(trainer));
     let mut logs = open_logs(trainer)?;
     loop {
         // Comes first, because a resumed run may still have to test and save after its last step.
@@ -103,11 +102,15 @@ fn train(trainer: &mut Trainer) -> Result<Exit> {
         let step = trainer.step(Some(display.ticker()))?;
         display.step(&step, trainer);
         let (number, epoch) = (trainer.steps_done(), trainer.epoch + 1);
-        logs.step(&StepFigures { step: number, epoch, learning_rate, record: &step });
-        trainer.recorder.step(step);
+        if let Some(logs) = &mut logs {
+            logs.step(&StepFigures { step: number, epoch, learning_rate, record: &step });
+        }
+        trainer.record(step);
         if let Some(exit) = ranks::asked(&trainer.world)? {
-            checkpoints.save(trainer)?;
-            checkpoints.finish(trainer)?;
+            if let Some(checkpoints) = &mut checkpoints {
+                checkpoints.save(trainer)?;
+                checkpoints.finish(trainer)?;
+            }
             drop(display);
             if trainer.is_first() {
                 progress::say(&format!("brimful: {}", resume::story(trainer)));
@@ -115,26 +118,26 @@ fn train(trainer: &mut Trainer) -> Result<Exit> {
             return Ok(exit);
         }
     }
-    checkpoints.finish(trainer)?;
+    checkpoints.iter_mut().try_for_each(|checkpoints| checkpoints.finish(trainer))?;
     Ok(Exit::Done)
 }
 
 /// Opens the requested logs, cut back to the step that the run resumes from. Only the first rank has logs.
-fn open_logs(trainer: &Trainer) -> Result<LogFiles> {
+fn open_logs(trainer: &Trainer) -> Result<Option<LogFiles>> {
     let RunFiles { log, events, resume, .. } = &trainer.options.files;
-    if !trainer.is_first() {
-        return Ok(LogFiles::default());
+    if !trainer.is_first() || (log.is_none() && events.is_none()) {
+        return Ok(None);
     }
     let resumed = resume.as_ref().map(|_| trainer.steps_done());
-    LogFiles::open(log.as_deref(), events.as_deref(), resumed)
+    LogFiles::open(log.as_deref(), events.as_deref(), resumed).map(Some)
 }
 
 /// Tests and saves, if that is due after the last step.
 fn look(
     trainer: &mut Trainer,
     display: &mut Display,
-    checkpoints: &mut Checkpoints,
-    logs: &mut LogFiles,
+    checkpoints: &mut Option<Checkpoints>,
+    logs: &mut Option<LogFiles>,
 ) -> Result<()> {
     let ends_epoch = trainer.is_epoch_over();
     let mut test = None;
@@ -148,14 +151,17 @@ fn look(
         test = Some(tested);
     }
     if let Some(test) = test {
-        logs.test(&test);
-        if test.best {
+        logs.iter_mut().for_each(|logs| logs.test(&test));
+        if let Some(checkpoints) = checkpoints.as_mut().filter(|_| test.best) {
             checkpoints.save_best(trainer)?;
         }
     }
     let steps = trainer.steps_done();
     let due = ends_epoch || is_due(trainer.options.files.save_every, steps) || trainer.is_over();
-    if due && steps > 0 { checkpoints.save(trainer) } else { Ok(()) }
+    match checkpoints.as_mut().filter(|_| due && steps > 0) {
+        Some(checkpoints) => checkpoints.save(trainer),
+        None => Ok(()),
+    }
 }
 
 /// Refuses exact BatchNorms over several devices: they need all samples on one.

@@ -176,6 +176,17 @@ impl TrainOptions {
         self.files.save.as_deref().filter(|path| is_folders && is_folder(path))
     }
 
+    /// Returns whether the run is saved, or may be by another rank: saves are collective.
+    pub(super) fn takes_part_in_saves(&self, world: &World) -> bool {
+        self.files.save.is_some() || world.size() > 1
+    }
+
+    /// Returns whether any record of the run is requested.
+    pub(super) fn is_recorded(&self) -> bool {
+        let files = [&self.stages.trace, &self.files.record, &self.files.report];
+        files.into_iter().any(Option::is_some)
+    }
+
     /// Returns the dtype of parameters and activations.
     pub(super) fn dtype(&self) -> NumberType {
         self.dtype.unwrap_or(NumberType::F32)

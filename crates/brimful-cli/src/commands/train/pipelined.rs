@@ -13,7 +13,6 @@ use tch::{Device, Kind, Tensor};
 use super::TrainOptions;
 use super::engine::{TrainingEngine, check_model, count, memory_format, names};
 use super::offload::{self, MeasuredInputs};
-use super::records;
 use super::stages::GradientDtype;
 use super::updates::{Kept, Updates};
 use crate::data::Rows;
@@ -67,7 +66,7 @@ impl Pipelined {
         let builder = offload::builder(offload, layers, each, options, inputs)?;
         let builder = set_up(builder, world, options)?;
         let mut pipeline = builder.build().context("the pipeline cannot be built")?;
-        pipeline.trace_transfers(records::are_wanted(options));
+        pipeline.trace_transfers(options.is_recorded());
         let optimizer = pipeline.optimizer(options.recipe.method())?;
         let updates = Updates::new(optimizer, &options.recipe, |decay| pipeline.ema(decay))?;
         let limit = match devices[0] {

@@ -6,7 +6,7 @@ use brimful::{MicroBatches, libtorch, save};
 use brimful_report::{Device, Ended, Recorder};
 
 use super::engine::TrainingEngine;
-use super::{BatchSize, TrainOptions, Trainer};
+use super::{BatchSize, TrainOptions};
 use crate::data::Dataset;
 use crate::{calendar, page, shell};
 
@@ -87,14 +87,8 @@ fn size(size: MicroBatches) -> String {
     }
 }
 
-/// Returns whether any record of the run is requested.
-pub(super) fn are_wanted(options: &TrainOptions) -> bool {
-    let files = [&options.stages.trace, &options.files.record, &options.files.report];
-    files.into_iter().any(Option::is_some)
-}
-
 /// Writes the requested files, as far as the run went.
-pub(super) fn write(Trainer { recorder, options, .. }: &Trainer, ended: Ended) -> Result<()> {
+pub(super) fn write(recorder: &Recorder, options: &TrainOptions, ended: Ended) -> Result<()> {
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
         save::replace(path, ran.trace().as_bytes())?;
     }

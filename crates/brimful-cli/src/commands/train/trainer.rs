@@ -8,23 +8,22 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use brimful::auto::Decision;
 use brimful::save::Metadata;
-use brimful::{Bytes, World};
+use brimful::{Bytes, Layers, World};
 use brimful_plan::split;
 use brimful_report::{Record, Recorder};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::advice::{self, ModelSize};
+use super::checkpoints::ToSave;
 use super::engine::{self, TrainingEngine};
 use super::epoch_cut::EpochCut;
 use super::length::is_due;
 use super::offload::MeasuredInputs;
 use super::running::Running;
-use super::save_place::ToSave;
 use super::tested::TestsSoFar;
 use super::trained_model::TrainedModel;
 use super::usual::UsualSettings;
-use super::{TrainOptions, moved, ranks, records};
+use super::{TrainOptions, advice, moved, ranks, records};
 use crate::claimed_place::ClaimedPlace;
 use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::fine_tune::FineTune;
@@ -39,8 +38,8 @@ pub struct Trainer {
     pub(super) options: TrainOptions,
     /// Settings that the options left to their defaults.
     pub(super) usual: UsualSettings,
-    /// Sizes of the model, for advice.
-    pub(super) size: ModelSize,
+    /// Layers of the model, whose sizes advice depends on.
+    pub(super) layers: Layers,
     pub(super) engine: Box<dyn TrainingEngine>,
     pub(super) world: World,
     /// Pretrained model, if the training starts from a folder.
@@ -58,8 +57,9 @@ pub struct Trainer {
     /// Totals of the current epoch.
     pub(super) running: Running,
     pub(super) tests: TestsSoFar,
-    pub(super) recorder: Recorder,
-    /// Fingerprints of the run's data, model and adapter.
+    /// Recorder of the steps, if a record is requested.
+    pub(super) recorder: Option<Recorder>,
+    /// Fingerprints of the run's data, model and adapter, if the run is saved or resumed.
     pub(super) contents: Metadata,
     /// Lock on the path of `--save`, held while the run lasts.
     _place: Option<ClaimedPlace>,
@@ -99,8 +99,13 @@ impl Trainer {
         let folder = model.folder();
         let in_epoch = cut.steps();
         options.recipe.check_warmup(options.length.steps(in_epoch))?;
-        let to_save = ToSave { options, layers: &layers, folder: folder.as_deref(), in_epoch };
-        let place = to_save.claim(&world)?;
+        let place = match options.takes_part_in_saves(&world) {
+            true => {
+                let folder = folder.as_deref();
+                ToSave { options, layers: &layers, folder, in_epoch }.claim(&world)?
+            }
+            false => None,
+        };
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = options.guessed_micro_batch(batch_size);
@@ -108,14 +113,21 @@ impl Trainer {
             let (micro_batch, targets) = examples.into_largest();
             Ok(MeasuredInputs { micro_batch, targets, batch_size })
         };
-        let size = ModelSize::of(&layers, options)?;
-        let engine = engine::build(layers, &world, options, over, inputs)
-            .map_err(|error| advice::of_building(error, size, options))?;
-        let recorder = records::recorder(options, &*engine, &dataset, in_epoch)?;
+        let engine = engine::build(layers.clone(), &world, options, over, inputs)
+            .map_err(|error| advice::of_building(error, &layers, options))?;
+        let recorder = match options.is_recorded() {
+            true => Some(records::recorder(options, &*engine, &dataset, in_epoch)?),
+            false => None,
+        };
+        let files = &options.files;
+        let contents = match files.save.is_some() || files.resume.is_some() {
+            true => moved::contents(options),
+            false => Metadata::new(),
+        };
         Ok(Self {
             options: options.clone(),
             usual,
-            size,
+            layers,
             engine,
             parts: options.ranks.parts(&world),
             world,
@@ -128,7 +140,7 @@ impl Trainer {
             running: Running::default(),
             tests: TestsSoFar::default(),
             recorder,
-            contents: moved::contents(options),
+            contents,
             _place: place,
         })
     }
@@ -139,6 +151,11 @@ impl Trainer {
             MeanOver::Samples => "samples",
             MeanOver::Targets => "tokens",
         }
+    }
+
+    /// Returns whether the run is saved, or may be by another rank.
+    pub(super) fn takes_part_in_saves(&self) -> bool {
+        self.options.takes_part_in_saves(&self.world)
     }
 
     /// Returns the number of steps in an epoch.
@@ -220,9 +237,16 @@ impl Trainer {
     pub fn run_epoch(&mut self) -> Result<Epoch> {
         while !self.is_epoch_over() {
             let step = self.step(None)?;
-            self.recorder.step(step);
+            self.record(step);
         }
         Ok(self.finish_epoch()?.0)
+    }
+
+    /// Adds a step to the record of the run, if one is requested.
+    pub(super) fn record(&mut self, step: Record) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.step(step);
+        }
     }
 
     /// Takes the next step of the epoch, which the caller records; `ticker` counts its samples while it runs.
@@ -303,7 +327,7 @@ impl Trainer {
     /// Tests the model as it is now.
     pub(super) fn test(&mut self) -> Result<TestFigures> {
         let (loss, accuracy) = self.judge()?;
-        self.recorder.test(loss, Some(accuracy));
+        self.recorder.iter_mut().for_each(|recorder| recorder.test(loss, Some(accuracy)));
         let step = self.steps_done();
         let best = self.tests.add(loss, step);
         Ok(TestFigures { step, epoch: self.epoch + 1, loss, accuracy, best })

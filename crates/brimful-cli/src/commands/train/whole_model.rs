@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use brimful::memory::Memory;
-use brimful::optim::{Ema, Optimizer};
+use brimful::optim::{Ema, Method, Optimizer};
 use brimful::{
     DeviceSpec, Layers, MicroBatcher, Replicas, StepReport, StepRng, World, retry_on_oom,
 };
@@ -33,8 +33,7 @@ pub(super) struct WholeModel {
     /// True if micro-batches may run as CUDA graphs.
     cuda_graphs: bool,
     ranks: usize,
-    /// Bytes that a step needs at any micro-batch size.
-    fixed: FixedBytes,
+    method: Method,
 }
 
 /// Engine that runs the steps of this process.
@@ -71,7 +70,7 @@ impl WholeModel {
         let updates = Updates::new(optimizer, &options.recipe, averages)?;
         Ok(Self {
             kind: options.dtype().kind(),
-            fixed: FixedBytes::of(runner.store(), &options.recipe.method()),
+            method: options.recipe.method(),
             cuda_graphs: devices[0].is_cuda() && !options.no_cuda_graphs,
             ranks: world.size(),
             runner,
@@ -234,7 +233,7 @@ impl TrainingEngine for WholeModel {
     }
 
     fn fixed_bytes(&self) -> Option<FixedBytes> {
-        Some(self.fixed)
+        Some(FixedBytes::of(self.runner.store(), &self.method))
     }
 
     fn place(&self) -> String {
