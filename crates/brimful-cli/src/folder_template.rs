@@ -8,8 +8,8 @@ use anyhow::{Result, anyhow};
 use serde_json::Value;
 
 use crate::files::text_of;
+use crate::folder_tokenizer::TokenizerConfig;
 use crate::jinja_template::JinjaTemplate;
-use crate::tokenizer_config::TokenizerConfig;
 
 /// File of the template in newer folders.
 const TEMPLATE_FILE: &str = "chat_template.jinja";

@@ -8,7 +8,6 @@
 pub mod args;
 mod calendar;
 mod chat_message;
-mod claimed_place;
 #[doc(hidden)]
 pub mod command_line;
 #[doc(hidden)]
@@ -24,18 +23,13 @@ pub mod fine_tune;
 mod folder_template;
 mod folder_tokenizer;
 mod generation_config;
-mod idle_threads;
-mod interrupt;
 mod jinja_template;
-mod log;
 mod log_files;
 #[doc(hidden)]
 pub mod measured;
 mod named;
-mod nearest;
 #[doc(hidden)]
 pub mod output;
-mod page;
 #[doc(hidden)]
 pub mod progress;
 mod saved_weights;
@@ -43,4 +37,3 @@ mod saved_weights;
 pub mod setting;
 mod shell;
 mod tokenizer;
-mod tokenizer_config;

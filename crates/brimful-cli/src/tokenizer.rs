@@ -7,8 +7,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use tokenizers::{Encoding, PostProcessor, Token, Tokenizer as Vocabulary};
 
 use crate::folder_template::FolderTemplate;
-use crate::folder_tokenizer;
-use crate::tokenizer_config::TokenizerConfig;
+use crate::folder_tokenizer::{self, TokenizerConfig};
 
 /// Tokens that end a turn of a conversation.
 const TURN_ENDS: [&str; 5] =

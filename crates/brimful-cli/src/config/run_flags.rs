@@ -6,7 +6,7 @@ use brimful::internal::OpenedFile;
 use brimful::save::Metadata;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
-use super::{Flag, in_files, is_overruled, renamed};
+use super::{Flag, in_files, is_overruled, old_name};
 use crate::commands::train::place_of_run;
 use crate::saved_weights::{EPOCH, FLAGS, run_file};
 
@@ -34,7 +34,7 @@ pub(super) fn flags(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
 
 fn flag(arg: &Arg, told: &Metadata) -> Option<Flag> {
     let name = arg.get_long()?;
-    let value = told.get(name).or_else(|| told.get(renamed::old_name(name)?))?;
+    let value = told.get(name).or_else(|| told.get(old_name(name)?))?;
     let word = match arg.get_action() {
         ArgAction::SetTrue => format!("--{name}"),
         _ => format!("--{name}={value}"),

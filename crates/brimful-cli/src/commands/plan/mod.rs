@@ -14,9 +14,11 @@ use brimful::schedule::ActionKind;
 use brimful::schedule::render::{self, Panel};
 use brimful_plan::plan::PlannedStep;
 
+use super::report::write_page;
 use crate::exit::Exit;
-use crate::{output, page};
+use crate::output;
 use answers::{Answers, PlanAnswer};
+
 pub(crate) use options::PlanOptions;
 
 /// A grid with more lines than this is left out; the picture and the trace show everything.
@@ -37,7 +39,7 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
         output::file(path, &render::trace(actions, costs, simulation))?;
     }
     if let Some(path) = &options.report {
-        page::write(path, &report::of(options, &shown, in_seconds))?;
+        write_page(path, &report::of(options, &shown, in_seconds))?;
     }
     if options.json {
         let mut json = serde_json::json!({ "rows": lines });

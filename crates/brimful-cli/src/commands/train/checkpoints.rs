@@ -20,8 +20,7 @@ use tch::{Device, Tensor};
 use super::run_files::{Keep, RunFiles};
 use super::saved::SavedRun;
 use super::{TrainOptions, Trainer};
-use crate::claimed_place::ClaimedPlace;
-use crate::files::{self, folder_of};
+use crate::files::{self, ClaimedPlace, folder_of};
 use crate::fine_tune::FineTune;
 use crate::{output, progress};
 

@@ -30,20 +30,21 @@ mod whole_model;
 use anyhow::{Context, Result};
 use brimful_report::Ended;
 
-use crate::exit::{Exit, ensure_use};
+use crate::exit::{self, Exit, ensure_use};
 use crate::log_files::{LogFiles, StepFigures};
 use crate::setting::NormStatistics;
-use crate::{interrupt, output, progress};
+use crate::{output, progress};
 use checkpoints::Checkpoints;
-pub(crate) use checkpoints::place_of_run;
 use display::Display;
 use length::is_due;
 use options::BatchSize;
+use run_files::RunFiles;
+
+pub(crate) use checkpoints::place_of_run;
 pub use options::TrainOptions;
 pub use ranks::RankOptions;
 pub use recipe::{Decay, OptimizerState};
 pub(crate) use recipe::{OptimizerName, Recipe};
-use run_files::RunFiles;
 pub(crate) use stages::GradientDtype;
 pub use trainer::{Epoch, Trainer};
 
@@ -88,7 +89,7 @@ fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
 
 /// Trains until all steps are done or a signal interrupts.
 fn train(trainer: &mut Trainer) -> Result<Exit> {
-    interrupt::listen()?;
+    exit::listen_for_signals()?;
     let mut display = Display::new(trainer)?;
     let mut checkpoints = trainer.takes_part_in_saves().then(|| Checkpoints::new(trainer));
     let mut logs = open_logs(trainer)?;

@@ -10,8 +10,7 @@ use clap::Args;
 
 use super::stages::Stages;
 use super::{TrainOptions, Trainer, saved};
-use crate::exit::{Exit, ensure_use, wrong_use};
-use crate::interrupt;
+use crate::exit::{self, Exit, ensure_use, wrong_use};
 use crate::setting::{NormStatistics, words};
 
 /// Environment variables that launchers set for the processes that they start.
@@ -147,7 +146,7 @@ impl Trainer {
 
 /// Returns the exit code if any rank was interrupted.
 pub(super) fn asked(world: &World) -> brimful::Result<Option<Exit>> {
-    let here = interrupt::asked();
+    let here = exit::asked();
     if world.size() == 1 {
         return Ok(here);
     }

@@ -7,8 +7,9 @@ use brimful_report::{Device, Ended, Recorder};
 
 use super::engine::TrainingEngine;
 use super::{BatchSize, TrainOptions};
+use crate::commands::report::write_page;
 use crate::data::Dataset;
-use crate::{calendar, page, shell};
+use crate::{calendar, shell};
 
 /// Makes a recorder with the run's settings and devices.
 pub(super) fn recorder(
@@ -100,7 +101,7 @@ pub(super) fn write(recorder: &Recorder, options: &TrainOptions, ended: Ended) -
         run.write(path)?;
     }
     if let Some(path) = &options.files.report {
-        page::write(path, &run)?;
+        write_page(path, &run)?;
     }
     Ok(())
 }

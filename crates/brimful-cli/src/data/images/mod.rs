@@ -3,7 +3,6 @@
 mod decoded;
 mod loader;
 mod samples;
-mod view;
 
 use std::collections::BTreeMap;
 use std::fs;
