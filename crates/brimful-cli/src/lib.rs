@@ -25,8 +25,6 @@ mod folder_tokenizer;
 mod generation_config;
 mod jinja_template;
 mod log_files;
-#[doc(hidden)]
-pub mod measured;
 mod named;
 #[doc(hidden)]
 pub mod output;

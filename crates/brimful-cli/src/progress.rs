@@ -5,7 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use brimful::balance::LayerCost;
+use brimful::device;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use tch::Device;
 use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::{self, format};
@@ -42,6 +45,19 @@ pub fn say(text: &str) {
 pub fn note(text: &str) {
     if SCREEN.is_hidden() && !QUIET.load(Ordering::Relaxed) {
         say(text);
+    }
+}
+
+/// Begins the progress of measuring so many layers, and returns the function that counts them.
+pub fn begin_measuring(layers: usize, device: Device) -> impl FnMut(&LayerCost) {
+    note(&format!(
+        "brimful: measuring time and memory of {layers} layers on {}",
+        device::name(device)
+    ));
+    let progress = Progress::new(layers, "layers");
+    move |layer| {
+        progress.doing(format!("measured {}", layer.name));
+        progress.advance(1);
     }
 }
 

@@ -1,4 +1,5 @@
-//! `brimful report`: makes a page that any browser opens from a run file.
+//! `brimful report`: makes a page that any browser opens from a run file. The page has its data, styles and scripts in
+//! a single file.
 
 use std::path::{Path, PathBuf};
 

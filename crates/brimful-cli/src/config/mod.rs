@@ -14,7 +14,7 @@
 //! conflicts with it; `--json=false` leaves out a switch. Flags of a resumed run are appended in the same way, after
 //! the file's.
 
-mod run_flags;
+pub(crate) mod run_flags;
 mod value;
 
 use std::ffi::OsString;
@@ -56,7 +56,7 @@ pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgM
         words.extend(flags.iter().filter(is_on).map(|flag| flag.word.clone()));
         looked = look(&command, &words)?;
     }
-    let of_run = run_flags::flags(&command, &looked);
+    let of_run = run_flags::flags_of_run(&command, &looked);
     words.extend(of_run.iter().filter(is_on).map(|flag| flag.word.clone()));
     command.try_get_matches_from(words).map_err(|error| file.place(error, &flags))
 }

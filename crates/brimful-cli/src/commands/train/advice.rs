@@ -168,7 +168,7 @@ pub(super) fn of_building(
 impl Trainer {
     /// Returns the error of a test, with a remedy for a non-finite loss.
     pub(super) fn advise_after_test(&self, cause: Error) -> anyhow::Error {
-        let (steps, learning_rate) = (self.steps_done(), self.rate);
+        let (steps, learning_rate) = (self.steps_done(), self.state.rate);
         match cause.non_finite() {
             Some(value) => anyhow::anyhow!(
                 "{value} in the test after step {steps}: the weights are broken; lower --learning-rate (it is \
@@ -218,7 +218,7 @@ impl Trainer {
     }
 
     fn of_numbers(&self, value: &str) -> anyhow::Error {
-        let (epoch, step) = (self.epoch + 1, self.running.steps + 1);
+        let (epoch, step) = (self.state.epoch + 1, self.state.running.steps + 1);
         let learning_rate = self.learning_rate();
         anyhow::anyhow!(
             "{value} in epoch {epoch}, step {step}: this step was not applied; lower --learning-rate (it \

@@ -17,7 +17,7 @@ use brimful_torch::meta;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use super::run_files::{Keep, RunFiles};
+use super::options::{Keep, RunFiles};
 use super::saved::SavedRun;
 use super::{TrainOptions, Trainer};
 use crate::files::{self, ClaimedPlace, folder_of};

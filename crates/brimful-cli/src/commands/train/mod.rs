@@ -5,22 +5,14 @@ mod checkpoints;
 mod display;
 mod engine;
 mod epoch_cut;
-mod given_flags;
-mod init;
-mod length;
 mod moved;
 mod offload;
 mod options;
 mod pipelined;
-mod ranks;
 mod recipe;
 mod records;
-mod resume;
-mod run_files;
-mod running;
+mod run_state;
 mod saved;
-mod stages;
-mod tested;
 mod trained_model;
 mod trainer;
 mod updates;
@@ -28,24 +20,24 @@ mod usual;
 mod whole_model;
 
 use anyhow::{Context, Result};
+use brimful::World;
+use brimful::save::Metadata;
 use brimful_report::Ended;
 
-use crate::exit::{self, Exit, ensure_use};
+use crate::config::run_flags;
+use crate::exit::{self, Exit, ensure_use, wrong_use};
 use crate::log_files::{LogFiles, StepFigures};
 use crate::setting::NormStatistics;
 use crate::{output, progress};
 use checkpoints::Checkpoints;
 use display::Display;
-use length::is_due;
-use options::BatchSize;
-use run_files::RunFiles;
+use options::{BatchSize, RunFiles, is_due};
 
 pub(crate) use checkpoints::place_of_run;
-pub use options::TrainOptions;
-pub use ranks::RankOptions;
+pub(crate) use options::GradientDtype;
+pub use options::{RankOptions, TrainOptions};
 pub use recipe::{Decay, OptimizerState};
 pub(crate) use recipe::{OptimizerName, Recipe};
-pub(crate) use stages::GradientDtype;
 pub use trainer::{Epoch, Trainer};
 
 /// Trains, and reports each epoch.
@@ -82,7 +74,7 @@ fn begin(trainer: &mut Trainer, options: &TrainOptions) -> Result<()> {
         folder.load(&trainer.engine.variables()?)?;
     }
     match &options.files.init {
-        Some(path) => init::load(path, options.files.init_partial, trainer),
+        Some(path) => saved::initialize(path, options.files.init_partial, trainer),
         None => Ok(()),
     }
 }
@@ -102,25 +94,36 @@ fn train(trainer: &mut Trainer) -> Result<Exit> {
         let learning_rate = trainer.learning_rate();
         let step = trainer.step(Some(display.ticker()))?;
         display.step(&step, trainer);
-        let (number, epoch) = (trainer.steps_done(), trainer.epoch + 1);
+        let (number, epoch) = (trainer.steps_done(), trainer.state.epoch + 1);
         if let Some(logs) = &mut logs {
             logs.step(&StepFigures { step: number, epoch, learning_rate, record: &step });
         }
         trainer.record(step);
-        if let Some(exit) = ranks::asked(&trainer.world)? {
+        if let Some(exit) = asked(&trainer.world)? {
             if let Some(checkpoints) = &mut checkpoints {
                 checkpoints.save(trainer)?;
                 checkpoints.finish(trainer)?;
             }
             drop(display);
             if trainer.is_first() {
-                progress::say(&format!("brimful: {}", resume::story(trainer)));
+                progress::say(&format!("brimful: {}", display::story(trainer)));
             }
             return Ok(exit);
         }
     }
     checkpoints.iter_mut().try_for_each(|checkpoints| checkpoints.finish(trainer))?;
     Ok(Exit::Done)
+}
+
+/// Returns the exit code if any rank was interrupted.
+fn asked(world: &World) -> brimful::Result<Option<Exit>> {
+    let here = exit::asked();
+    if world.size() == 1 {
+        return Ok(here);
+    }
+    let signal = here.map(|exit| exit.code() - 128);
+    let all = world.share("interrupt", &signal)?;
+    Ok(all.into_iter().flatten().next().map(|signal| Exit::Interrupted { signal }))
 }
 
 /// Opens the requested logs, cut back to the step that the run resumes from. Only the first rank has logs.
@@ -198,4 +201,43 @@ fn check(options: &TrainOptions) -> Result<()> {
     check_batch_norm(options)?;
     options.recipe.check()?;
     options.files.check()
+}
+
+/// Refuses options that the ranks cannot run together, before any rank builds its part of the model.
+fn check_ranks(world: &World, options: &TrainOptions) -> Result<()> {
+    let (ranks, replicas) = (world.size(), options.ranks.replicas);
+    if ranks == 1 {
+        return Ok(());
+    }
+    check_same(world, options)?;
+    ensure_use!(
+        ranks.is_multiple_of(replicas) || replicas.is_multiple_of(ranks),
+        "--replicas {replicas}: {ranks} ranks cannot be divided into {replicas} replicas of equal size: start a \
+         multiple of {replicas}, as in mpirun -n {replicas}, or srun"
+    );
+    ensure_use!(
+        options.batch_norm != Some(NormStatistics::Exact),
+        "--batch-norm exact is for one device, but there are {ranks} ranks: start one, or give --batch-norm \
+             deferred"
+    );
+    Ok(())
+}
+
+/// Refuses ranks with different options, which would train different models.
+fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
+    let all = world.share("the flags of the run", &run_flags::shared_metadata(options))?;
+    // Paths may differ between machines.
+    let is_place = |flag: &str| ["adapter", "data", "model"].contains(&flag);
+    let flags = || all.iter().flat_map(|told| told.keys()).filter(|flag| !is_place(flag));
+    let differing = all.iter().enumerate().find_map(|(rank, told)| {
+        let flag = flags().find(|flag| told.get(*flag) != all[0].get(*flag))?;
+        let shown = |told: &Metadata| run_flags::shown(flag, told.get(flag).map(String::as_str));
+        Some((flag, rank, [told, &all[0]].map(shown)))
+    });
+    match differing {
+        Some((flag, rank, [there, first])) => Err(wrong_use(format!(
+            "rank {rank} has {there}, but rank 0 has {first}: give all ranks the same --{flag}"
+        ))),
+        None => Ok(()),
+    }
 }

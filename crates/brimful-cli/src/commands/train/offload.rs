@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use super::TrainOptions;
 use super::pipelined;
 use crate::exit::{ensure_use, ran_out};
-use crate::measured;
+use crate::progress::begin_measuring;
 use crate::setting::{NormStatistics, capacity, loss, shown_as_given, typed};
 
 /// Value of `--offload`.
@@ -95,7 +95,7 @@ fn plan(
     let builder = pipelined::set_up(Pipeline::builder(layers.clone()), world, options)?
         .offload(Offload::Auto { gpu: None, host: None })
         .sample(sample, loss, inputs.batch_size);
-    Ok(builder.plan_offload(copies, measured::begin(layers.len() + 1, device))?)
+    Ok(builder.plan_offload(copies, begin_measuring(layers.len() + 1, device))?)
 }
 
 /// Makes a builder of a pipeline over `devices` devices, balanced and offloaded as decided.

@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use super::TrainOptions;
 use super::engine::{TrainingEngine, check_model, count, memory_format, names};
 use super::offload::{self, MeasuredInputs};
-use super::stages::GradientDtype;
+use super::options::GradientDtype;
 use super::updates::{Kept, Updates};
 use crate::data::Rows;
 use crate::named::Named;

@@ -6,7 +6,7 @@ use anyhow::Result;
 use brimful::Layers;
 
 use super::TrainOptions;
-use super::run_files::Keep;
+use super::options::Keep;
 use crate::data::{Dataset, Sample, SampleWishes};
 use crate::exit::{ensure_use, wrong_use};
 use crate::fine_tune::FineTune;

@@ -17,13 +17,12 @@ use tch::{Kind, Tensor};
 use super::checkpoints::ToSave;
 use super::engine::{self, TrainingEngine};
 use super::epoch_cut::EpochCut;
-use super::length::is_due;
 use super::offload::MeasuredInputs;
-use super::running::Running;
-use super::tested::TestsSoFar;
+use super::options::is_due;
+use super::run_state::{RunState, Running};
 use super::trained_model::TrainedModel;
 use super::usual::UsualSettings;
-use super::{TrainOptions, advice, moved, ranks, records};
+use super::{TrainOptions, advice, moved, records};
 use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
 use crate::files::ClaimedPlace;
 use crate::fine_tune::FineTune;
@@ -48,15 +47,9 @@ pub struct Trainer {
     parts: usize,
     pub(super) dataset: Dataset,
     pub(super) cut: EpochCut,
-    /// Peak learning rate.
-    pub(super) rate: f64,
     /// Automatic micro-batch size last taken.
     found: Option<usize>,
-    /// Epochs done.
-    pub(super) epoch: usize,
-    /// Totals of the current epoch.
-    pub(super) running: Running,
-    pub(super) tests: TestsSoFar,
+    pub(super) state: RunState,
     /// Recorder of the steps, if a record is requested.
     pub(super) recorder: Option<Recorder>,
     /// Fingerprints of the run's data, model and adapter, if the run is saved or resumed.
@@ -94,7 +87,7 @@ impl Trainer {
         dataset.sample.check_room(batch_size)?;
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
-        ranks::check(&world, options)?;
+        super::check_ranks(&world, options)?;
         let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
         let folder = model.folder();
         let in_epoch = cut.steps();
@@ -134,11 +127,8 @@ impl Trainer {
             folder,
             cut,
             dataset,
-            rate: options.recipe.method().learning_rate(),
             found: None,
-            epoch: 0,
-            running: Running::default(),
-            tests: TestsSoFar::default(),
+            state: RunState::new(options.recipe.method().learning_rate()),
             recorder,
             contents,
             _place: place,
@@ -158,6 +148,11 @@ impl Trainer {
         self.options.takes_part_in_saves(&self.world)
     }
 
+    /// Returns whether this is the rank that prints and writes.
+    pub(super) fn is_first(&self) -> bool {
+        self.world.rank() == 0
+    }
+
     /// Returns the number of steps in an epoch.
     pub(crate) fn steps(&self) -> usize {
         self.cut.steps()
@@ -165,7 +160,7 @@ impl Trainer {
 
     /// Returns the number of steps done over all epochs.
     pub(super) fn steps_done(&self) -> usize {
-        self.epoch * self.steps() + self.running.steps
+        self.state.epoch * self.steps() + self.state.running.steps
     }
 
     /// Returns the number of all steps, if the tests do not stop the run early.
@@ -175,7 +170,7 @@ impl Trainer {
 
     /// Returns the number of samples trained on over all epochs.
     pub(super) fn samples_done(&self) -> usize {
-        self.epoch * self.dataset.train.len() + self.cut.samples_of(self.running.steps)
+        self.state.epoch * self.dataset.train.len() + self.cut.samples_of(self.state.running.steps)
     }
 
     /// Returns the number of samples to train on over all epochs.
@@ -186,7 +181,7 @@ impl Trainer {
 
     /// Returns whether all steps of the current epoch are done, and its results remain to be reported.
     pub(super) fn is_epoch_over(&self) -> bool {
-        self.running.steps == self.steps()
+        self.state.running.steps == self.steps()
     }
 
     /// Returns whether the training is complete.
@@ -200,14 +195,14 @@ impl Trainer {
         let steps = self.steps_done();
         match (self.has_stopped_improving(), self.options.length.max_steps) {
             (true, _) => {
-                let tests = self.tests.since_best;
+                let tests = self.state.tests.since_best;
                 format!("the last {tests} tests were no better than the best: raise --stop-after")
             }
             (_, Some(most)) if steps >= most => {
                 format!("{} done already: raise --max-steps to continue", numbered(steps, "step"))
             }
             _ => {
-                let done = self.epoch;
+                let done = self.state.epoch;
                 format!(
                     "{} done already, and --epochs is {epochs}: give a larger number to continue",
                     numbered(done, "epoch")
@@ -218,19 +213,19 @@ impl Trainer {
 
     /// Returns whether the tests stop the run early.
     fn has_stopped_improving(&self) -> bool {
-        self.tests.stopped_improving(self.options.length.stop_after)
+        self.state.tests.stopped_improving(self.options.length.stop_after)
     }
 
     /// Returns whether a test is due within an epoch; after the last step there is always one.
     pub(super) fn is_test_due(&self) -> bool {
         let steps = self.steps_done();
         let due = is_due(self.options.length.eval_every, steps) || steps == self.all_steps();
-        due && steps > 0 && self.tests.last != Some(steps)
+        due && steps > 0 && self.state.tests.last != Some(steps)
     }
 
     /// Returns the learning rate of the next step.
     pub(super) fn learning_rate(&self) -> f64 {
-        self.options.recipe.curve(self.rate, self.all_steps()).at(self.steps_done())
+        self.options.recipe.curve(self.state.rate, self.all_steps()).at(self.steps_done())
     }
 
     /// Trains on every sample once and tests, or finishes an epoch that was interrupted.
@@ -255,7 +250,11 @@ impl Trainer {
     /// the same seeds.
     pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
-        tch::manual_seed(seed_of(self.options.seed, self.epoch + 1, self.running.steps + 1));
+        tch::manual_seed(seed_of(
+            self.options.seed,
+            self.state.epoch + 1,
+            self.state.running.steps + 1,
+        ));
         let rate = self.learning_rate();
         self.engine.updates_mut().optimizer.set_learning_rate(rate)?;
         let batches = self.bring()?;
@@ -268,7 +267,7 @@ impl Trainer {
 
     /// Loads the mini-batches of the next step, and starts preparing those of the one after it.
     fn bring(&mut self) -> Result<Vec<(Rows, Rows)>> {
-        let (epoch, step) = (self.epoch, self.running.steps);
+        let (epoch, step) = (self.state.epoch, self.state.running.steps);
         let requests = self.requests(epoch, step)?;
         let brought =
             requests.iter().map(|request| self.dataset.train.bring(request)?.into_batch());
@@ -296,21 +295,21 @@ impl Trainer {
 
     fn note(&mut self, step: &Record, time: Duration) {
         // Counts the requested samples: an unreadable image is missing from those that were loaded.
-        let steps = self.running.steps;
+        let steps = self.state.running.steps;
         let samples = self.cut.samples_of(steps + 1) - self.cut.samples_of(steps);
         let share = samples as f64 / self.dataset.train.len() as f64;
-        self.running.add(step, share, time);
-        self.found = self.running.size().or(self.found);
+        self.state.running.add(step, share, time);
+        self.found = self.state.running.size().or(self.found);
     }
 
     /// Tests after the last step of an epoch, and returns the epoch's results.
     pub(super) fn finish_epoch(&mut self) -> Result<(Epoch, TestFigures)> {
         let test = self.test()?;
-        let samples_per_s = self.running.samples_per_s();
-        let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
-        self.epoch += 1;
+        let samples_per_s = self.state.running.samples_per_s();
+        let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.state.running);
+        self.state.epoch += 1;
         let epoch = Epoch {
-            epoch: self.epoch,
+            epoch: self.state.epoch,
             loss,
             test_loss: test.loss,
             test_accuracy: test.accuracy,
@@ -329,8 +328,8 @@ impl Trainer {
         let (loss, accuracy) = self.judge()?;
         self.recorder.iter_mut().for_each(|recorder| recorder.test(loss, Some(accuracy)));
         let step = self.steps_done();
-        let best = self.tests.add(loss, step);
-        Ok(TestFigures { step, epoch: self.epoch + 1, loss, accuracy, best })
+        let best = self.state.tests.add(loss, step);
+        Ok(TestFigures { step, epoch: self.state.epoch + 1, loss, accuracy, best })
     }
 
     /// Returns this rank's part of a mini-batch at these positions.

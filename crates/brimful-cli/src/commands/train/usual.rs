@@ -68,7 +68,7 @@ impl UsualSettings {
         let settings = [
             (
                 "--learning-rate",
-                trainer.rate.to_string(),
+                trainer.state.rate.to_string(),
                 said.recipe.learning_rate.is_some(),
                 rate,
             ),

@@ -1,4 +1,4 @@
-//! Image samples, decoded in parallel by several threads.
+//! Image samples, decoded in parallel by several threads, and the crop of each image.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
