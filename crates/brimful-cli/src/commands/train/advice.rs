@@ -20,7 +20,7 @@ use crate::setting::NumberType;
 
 /// Bytes that a step needs at any micro-batch size.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct FixedBytes {
+struct FixedBytes {
     parameters: u64,
     gradients: u64,
     /// Bytes of the optimizer's state.
@@ -34,7 +34,7 @@ pub(super) struct FixedBytes {
 
 impl FixedBytes {
     /// Returns the bytes of a model and its optimizer, once the optimizer's state exists.
-    pub(super) fn of(store: &VarStore, method: &Method) -> Self {
+    fn of(store: &VarStore, method: &Method) -> Self {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let mut trained = store.trainable_variables();
         trained.retain(Tensor::requires_grad);
@@ -199,6 +199,11 @@ impl Trainer {
         }
     }
 
+    /// Returns the bytes of a step that do not depend on the micro-batch size, if they are known.
+    fn fixed_bytes(&self) -> Option<FixedBytes> {
+        Some(FixedBytes::of(self.engine.store()?, &self.options.recipe.method()))
+    }
+
     /// Lists the options that should make the model fit a device with this limit.
     fn remedies(&self, limit: Option<Bytes>) -> Vec<String> {
         let size = ModelSize::of(&self.layers, &self.options);
@@ -242,7 +247,7 @@ impl Trainer {
 
     /// Says that not even a single sample would fit, if the fixed bytes show it.
     fn fixed_remedy(&self, oom: &OutOfMemory) -> Option<String> {
-        let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
+        let (fixed, limit) = (self.fixed_bytes()?, oom.limit?);
         let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
         fits_none.then(|| {
             let mut remedies = self.remedies(Some(limit));
@@ -272,7 +277,7 @@ impl Trainer {
     /// Estimates the largest micro-batch that fits, from the bytes that the failed one needed. The estimate may be too
     /// large, because the failed one might have needed more later.
     fn most_that_fits(&self, oom: &OutOfMemory) -> Option<usize> {
-        let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
+        let (fixed, limit) = (self.fixed_bytes()?, oom.limit?);
         let size = self.options.given_micro_batch(self.cut.largest())?;
         let needed = oom.in_use?.0 + oom.asked?.0;
         // The first step creates the optimizer's state.

@@ -49,7 +49,7 @@ impl Display {
         let samples = trainer.samples_to_do();
         Ok(Self {
             progress: Progress::new(samples, "samples").starting_at(trainer.samples_done()),
-            limit: trainer.engine.devices()?.into_iter().find_map(|device| device.limit),
+            limit: trainer.engine.devices().into_iter().find_map(|device| device.limit),
             said: 0,
         })
     }

@@ -8,16 +8,13 @@ mod epoch_cut;
 mod moved;
 mod offload;
 mod options;
-mod pipelined;
 mod recipe;
 mod records;
 mod run_state;
 mod saved;
 mod trained_model;
 mod trainer;
-mod updates;
 mod usual;
-mod whole_model;
 
 use anyhow::{Context, Result};
 use brimful::World;

@@ -5,7 +5,7 @@ use brimful::schedule::Recompute;
 use brimful::{MicroBatches, libtorch, save};
 use brimful_report::{Device, Ended, Recorder};
 
-use super::engine::TrainingEngine;
+use super::engine::Engine;
 use super::{BatchSize, TrainOptions};
 use crate::commands::report::write_page;
 use crate::data::Dataset;
@@ -14,23 +14,23 @@ use crate::{calendar, shell};
 /// Makes a recorder with the run's settings and devices.
 pub(super) fn recorder(
     options: &TrainOptions,
-    engine: &dyn TrainingEngine,
+    engine: &Engine,
     dataset: &Dataset,
     in_epoch: usize,
-) -> Result<Recorder> {
+) -> Recorder {
     let mut recorder = Recorder::new(format!("{} {}", options.model, engine.place()));
     for (name, value) in settings(options, engine, dataset, in_epoch) {
         recorder.setting(name, value);
     }
-    for Device { name, limit } in engine.devices()? {
+    for Device { name, limit } in engine.devices() {
         recorder.device(name, limit);
     }
-    Ok(recorder)
+    recorder
 }
 
 fn settings(
     options: &TrainOptions,
-    engine: &dyn TrainingEngine,
+    engine: &Engine,
     dataset: &Dataset,
     in_epoch: usize,
 ) -> Vec<(&'static str, String)> {

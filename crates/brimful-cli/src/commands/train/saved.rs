@@ -10,9 +10,9 @@ use brimful::save::{self, Metadata, WrittenFile};
 use brimful_models::pretrained::{RUN_FILE, is_adapter};
 
 use super::Trainer;
+use super::engine::Kept;
 use super::moved::{self, Content};
 use super::run_state::{RunState, Running};
-use super::updates::Kept;
 use crate::config::run_flags;
 use crate::exit::wrong_use;
 use crate::files::folder_of;
@@ -78,7 +78,7 @@ impl SavedRun {
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| folder.writes(name));
         if trainer.options.recipe.ema.is_some() {
-            let averages = trainer.engine.updates().kept()?.averages.map(|(averages, _)| averages);
+            let averages = trainer.engine.kept()?.averages.map(|(averages, _)| averages);
             let mut averages: HashMap<_, _> = averages.unwrap_or_default().into_iter().collect();
             for (name, tensor) in &mut tensors {
                 *tensor = averages.remove(name).unwrap_or_else(|| tensor.shallow_clone());
@@ -89,7 +89,7 @@ impl SavedRun {
 
     /// Takes the whole run; of the model, only the wanted tensors.
     fn of_run(trainer: &Trainer, is_wanted: impl Fn(&str) -> bool) -> Result<Self> {
-        let Kept { optimizer, averages } = trainer.engine.updates().kept()?;
+        let Kept { optimizer, averages } = trainer.engine.kept()?;
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| is_wanted(name));
         let mut metadata = run_flags::shared_metadata(&trainer.options);

@@ -15,7 +15,7 @@ use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::checkpoints::ToSave;
-use super::engine::{self, TrainingEngine};
+use super::engine::Engine;
 use super::epoch_cut::EpochCut;
 use super::offload::MeasuredInputs;
 use super::options::is_due;
@@ -39,7 +39,7 @@ pub struct Trainer {
     pub(super) usual: UsualSettings,
     /// Layers of the model, whose sizes advice depends on.
     pub(super) layers: Layers,
-    pub(super) engine: Box<dyn TrainingEngine>,
+    pub(super) engine: Engine,
     pub(super) world: World,
     /// Pretrained model, if the training starts from a folder.
     pub(super) folder: Option<Arc<FineTune>>,
@@ -106,12 +106,10 @@ impl Trainer {
             let (micro_batch, targets) = examples.into_largest();
             Ok(MeasuredInputs { micro_batch, targets, batch_size })
         };
-        let engine = engine::build(layers.clone(), &world, options, over, inputs)
+        let engine = Engine::new(layers.clone(), &world, options, over, inputs)
             .map_err(|error| advice::of_building(error, &layers, options))?;
-        let recorder = match options.is_recorded() {
-            true => Some(records::recorder(options, &*engine, &dataset, in_epoch)?),
-            false => None,
-        };
+        let recorder = options.is_recorded();
+        let recorder = recorder.then(|| records::recorder(options, &engine, &dataset, in_epoch));
         let files = &options.files;
         let contents = match files.save.is_some() || files.resume.is_some() {
             true => moved::contents(options),
@@ -256,7 +254,7 @@ impl Trainer {
             self.state.running.steps + 1,
         ));
         let rate = self.learning_rate();
-        self.engine.updates_mut().optimizer.set_learning_rate(rate)?;
+        self.engine.set_learning_rate(rate)?;
         let batches = self.bring()?;
         // With several parts, this rank's samples are not all of the step's.
         let ticker = ticker.filter(|_| self.parts == 1);
