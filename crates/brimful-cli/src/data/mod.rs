@@ -6,37 +6,34 @@ mod digits;
 mod idx;
 mod images;
 mod json_lines;
-mod number_file;
-mod number_stream;
 #[cfg(test)]
 mod peer_tokens;
 mod portions;
 mod record;
-mod rows;
-mod sample_set;
+mod samples;
 mod shuffle;
-mod side_by_side;
-mod streamed;
 mod synthetic;
 mod text;
 
 use std::fmt;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 use std::str::FromStr;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use brimful::{Bytes, memory};
+use serde_json::{Map, Value};
 use tch::Tensor;
 
 use crate::exit::does_not_fit;
 use crate::tokenizer::Tokenizer;
-use json_lines::JsonForm;
+use record::is_record;
 
 pub(crate) use digits::load as digits;
 pub use images::ImageLoader;
 pub(crate) use images::{NewImages, are_images, open_new};
-pub(crate) use rows::Rows;
-pub(crate) use sample_set::{SampleRequest, SampleSet};
+pub(crate) use samples::{Rows, SampleRequest, SampleSet};
 pub(crate) use shuffle::Shuffle;
 pub(crate) use synthetic::{Synthetic, generate as synthetic};
 pub(crate) use text::usual_length;
@@ -46,6 +43,14 @@ pub(crate) const IGNORED: i64 = -100;
 
 /// Token after the end of a sequence. Any token does, since no position that counts attends to it.
 const PADDING: i64 = 0;
+
+/// Byte order mark, which some editors write before the first line of UTF-8.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+/// File extensions of JSON, one object a line and in any form.
+const JSON_LINES: [&str; 2] = ["jsonl", "ndjson"];
+const JSON: &str = "json";
+/// Bytes of a file that are read to detect its form.
+const BEGINNING: u64 = 1 << 24;
 
 /// Samples and their targets, stacked along the first dimension.
 #[derive(Debug)]
@@ -205,6 +210,58 @@ pub(crate) fn open_text(path: &Path, length: i64, tokenizer: &Tokenizer) -> Resu
     match JsonForm::of(path)? {
         Some(form) => json_lines::load(path, form, length, tokenizer),
         None => text::load(path, length, tokenizer),
+    }
+}
+
+/// Form of JSON objects in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum JsonForm {
+    Lines,
+    Array,
+}
+
+impl JsonForm {
+    /// Detects the form of a file by its name and content; none for plain text.
+    fn of(path: &Path) -> Result<Option<Self>> {
+        let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+        let has_lines = JSON_LINES.contains(&&*ending);
+        let is_json = has_lines || ending == JSON;
+        // A pipe can be read only once, so its name decides.
+        if !path.is_file() {
+            return Ok(has_lines.then_some(Self::Lines));
+        }
+        let line = first_line(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let object = serde_json::from_str::<Map<String, Value>>(&line).ok();
+        let is_array = line.strip_prefix('[').is_some_and(|rest| {
+            let rest = rest.trim_start();
+            rest.starts_with('{') || (is_json && rest.is_empty())
+        });
+        ensure!(
+            has_lines || !is_json || is_array || object.is_some() || !line.starts_with('{'),
+            "{} is one JSON object over several lines: give an array of objects, or an object a line; to train \
+             on its text as it is, name it .txt",
+            path.display()
+        );
+        Ok(match object {
+            Some(object) if is_json || is_record(&object) => Some(Self::Lines),
+            _ if is_array => Some(Self::Array),
+            _ => is_json.then_some(Self::Lines),
+        })
+    }
+}
+
+/// Reads the first line that is not empty, trimmed.
+fn first_line(path: &Path) -> io::Result<String> {
+    let mut file = BufReader::new(File::open(path)?.take(BEGINNING));
+    let is_blank = |letter: char| letter == BYTE_ORDER_MARK || letter.is_whitespace();
+    loop {
+        let mut line = Vec::new();
+        let read = file.read_until(b'\n', &mut line)?;
+        let text = String::from_utf8_lossy(&line);
+        let text = text.trim_matches(is_blank);
+        if read == 0 || !text.is_empty() {
+            return Ok(text.to_owned());
+        }
     }
 }
 

@@ -1,6 +1,5 @@
-//! Seeded shuffle of samples that needs no memory: the sample at a position is computed from the position.
-
-use super::number_stream::{NumberStream, mixed};
+//! Seeded shuffle of samples that needs no memory: the sample at a position is computed from the position. Its random
+//! numbers are of our own (SplitMix64), so that making data leaves libtorch's generators alone.
 
 /// Number of rounds, enough to leave nothing of the original order.
 const ROUNDS: usize = 8;
@@ -46,6 +45,38 @@ impl Shuffle {
         });
         left << self.half | right
     }
+}
+
+/// Stream of random numbers, determined by its seed.
+#[derive(Debug)]
+pub(super) struct NumberStream(u64);
+
+impl NumberStream {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mixed(self.0)
+    }
+
+    /// Returns an integer from 0 to below the limit.
+    pub(super) fn below(&mut self, limit: u64) -> u64 {
+        scaled(self.next(), limit)
+    }
+}
+
+/// Mixes the bits, so that each depends on all.
+pub(super) fn mixed(bits: u64) -> u64 {
+    let mixed = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+/// Scales random bits to an integer from 0 to below the limit.
+pub(super) fn scaled(bits: u64, limit: u64) -> u64 {
+    ((u128::from(bits) * u128::from(limit)) >> 64) as u64
 }
 
 #[cfg(test)]

@@ -7,10 +7,9 @@ use anyhow::{Result, ensure};
 use tch::{Device, Kind, Tensor};
 
 use super::{decoded, name_broken};
-use crate::data::number_stream::{NumberStream, mixed};
-use crate::data::sample_set::SampleRequest;
-use crate::data::streamed::SampleSource;
-use crate::data::{Examples, side_by_side};
+use crate::data::samples::{SampleRequest, SampleSource};
+use crate::data::shuffle::{NumberStream, mixed};
+use crate::data::{Examples, portions};
 
 /// An image file and its class.
 #[derive(Debug)]
@@ -66,7 +65,7 @@ impl SampleSource for ImageSamples {
         let inputs = Tensor::f_empty([wanted as i64, 3, side, side], (Kind::Float, Device::Cpu))?;
         let jobs = (0..wanted as i64).map(|place| inputs.narrow(0, place, 1));
         let jobs = request.numbers.iter().copied().zip(jobs).collect();
-        let read = side_by_side::each(jobs, self.threads, |(number, mut place)| {
+        let read = portions::in_parallel(jobs, self.threads, |(number, mut place)| {
             place.f_copy_(&self.shown(number, request.seed)?)?;
             Ok::<_, anyhow::Error>(())
         });
