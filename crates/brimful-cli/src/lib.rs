@@ -18,13 +18,13 @@ pub mod data;
 #[doc(hidden)]
 pub mod exit;
 mod files;
-#[doc(hidden)]
-pub mod fine_tune;
 mod folder_template;
 mod folder_tokenizer;
 mod generation_config;
 mod jinja_template;
 mod log_files;
+#[doc(hidden)]
+pub mod model;
 mod named;
 #[doc(hidden)]
 pub mod output;

@@ -2,7 +2,6 @@
 
 mod loss_model;
 mod model;
-mod model_source;
 pub mod words;
 
 use anyhow::{Result, ensure};
@@ -18,12 +17,12 @@ use tch::{Device, Kind, Reduction, Tensor};
 use crate::data::IGNORED;
 use crate::exit::ensure_use;
 
+pub use crate::model::ModelSource;
 pub use loss_model::LossModel;
 pub(crate) use model::{
     ANY_MODEL, ANY_MODELS, DROPOUT, IMAGE_MODELS, MODEL, SEQUENCE, TEXT_MODELS,
 };
 pub use model::{MODELS, ModelName};
-pub use model_source::ModelSource;
 pub use words::{recompute, schedule};
 
 /// Implements `Display` as the value on the command line.

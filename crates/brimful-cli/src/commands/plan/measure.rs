@@ -13,7 +13,7 @@ use super::options::MeasuredModel;
 use crate::commands::train::{GradientDtype, Recipe};
 use crate::data::{self, Sample, Synthetic};
 use crate::exit::ensure_use;
-use crate::fine_tune::unopened;
+use crate::model::unopened;
 use crate::progress::begin_measuring;
 use crate::setting::{DROPOUT, ModelSource, SEQUENCE, typed};
 

@@ -21,7 +21,7 @@ use super::options::{Keep, RunFiles};
 use super::saved::SavedRun;
 use super::{TrainOptions, Trainer};
 use crate::files::{self, ClaimedPlace, folder_of};
-use crate::fine_tune::FineTune;
+use crate::model::FineTune;
 use crate::{output, progress};
 
 /// Extension of runs that are files.

@@ -12,7 +12,6 @@ mod recipe;
 mod records;
 mod run_state;
 mod saved;
-mod trained_model;
 mod trainer;
 mod usual;
 

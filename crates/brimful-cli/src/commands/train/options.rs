@@ -17,8 +17,8 @@ use super::recipe::Recipe;
 use crate::config::run_flags::GivenFlags;
 use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
 use crate::files::{self, FileUse, FlagFile};
-use crate::fine_tune::{FineTuneOptions, is_folder};
 use crate::log_files;
+use crate::model::{FineTuneOptions, is_folder};
 use crate::setting::{
     self, ANY_MODEL, ANY_MODELS, ModelSource, NormStatistics, NumberType, shown_as_given, words,
 };

@@ -16,7 +16,7 @@ use super::run_state::{RunState, Running};
 use crate::config::run_flags;
 use crate::exit::wrong_use;
 use crate::files::folder_of;
-use crate::fine_tune::FineTune;
+use crate::model::FineTune;
 use crate::named::{self, Comparison, Named};
 use crate::progress;
 use crate::saved_weights::{

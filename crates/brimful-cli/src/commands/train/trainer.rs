@@ -18,15 +18,15 @@ use super::checkpoints::ToSave;
 use super::engine::Engine;
 use super::epoch_cut::EpochCut;
 use super::offload::MeasuredInputs;
-use super::options::is_due;
+use super::options::{Keep, is_due};
 use super::run_state::{RunState, Running};
-use super::trained_model::TrainedModel;
 use super::usual::UsualSettings;
 use super::{TrainOptions, advice, moved, records};
-use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
+use crate::data::{Dataset, Rows, Sample, SampleRequest, SampleWishes, Shuffle};
+use crate::exit::ensure_use;
 use crate::files::ClaimedPlace;
-use crate::fine_tune::FineTune;
 use crate::log_files::TestFigures;
+use crate::model::{FineTune, Model};
 use crate::output::numbered;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, counted};
@@ -78,9 +78,9 @@ pub struct Epoch {
 impl Trainer {
     /// Builds a model with its initial parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
-        let model = TrainedModel::open(options)?;
+        let model = open_model(options)?;
         let usual = UsualSettings::of(&model, options);
-        let mut dataset = model.data(options)?;
+        let mut dataset = open_data(&model, options)?;
         let options = &usual.fill_in(options, &dataset.sample);
         let layers = model.layers(&dataset.sample, options.batch_norm)?;
         let batch_size = options.batch_size().of(dataset.train.len());
@@ -89,7 +89,7 @@ impl Trainer {
         let world = options.ranks.world()?;
         super::check_ranks(&world, options)?;
         let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
-        let folder = model.folder();
+        let folder = model.folder().cloned();
         let in_epoch = cut.steps();
         options.recipe.check_warmup(options.length.steps(in_epoch))?;
         let place = match options.takes_part_in_saves(&world) {
@@ -372,6 +372,35 @@ impl Trainer {
         let (loss, answers) = weighted_mean(&losses, &counts[1..]);
         Ok((loss, counts[0] / answers))
     }
+}
+
+/// Opens the model of the options, and refuses options that do not apply to it.
+fn open_model(options: &TrainOptions) -> Result<Model> {
+    let model = Model::open(&options.model, &options.fine_tune)?;
+    if let (Some(folder), Some(place)) = (model.folder(), options.saved_folder()) {
+        folder.check_place(place)?;
+        ensure_use!(
+            !matches!(options.files.keep, Keep::Newest(_)),
+            "--keep N is for a file of --save: give last or best with a folder"
+        );
+    }
+    Ok(model)
+}
+
+/// Opens the samples of the options, and refuses options that do not apply to them.
+fn open_data(model: &Model, options: &TrainOptions) -> Result<Dataset> {
+    let TrainOptions { data, sequence, image, seed, .. } = options;
+    let wishes = SampleWishes { sequence: *sequence, image: *image, pixels: None };
+    let dataset = model.data(data, wishes, *seed)?;
+    ensure_use!(
+        sequence.is_none() || matches!(dataset.sample, Sample::Sequence { .. }),
+        "--sequence is for text, but --data {data} is not text"
+    );
+    ensure_use!(
+        image.is_none() || !dataset.class_names.is_empty(),
+        "--image is for a folder of images, but --data {data} is not one"
+    );
+    Ok(dataset)
 }
 
 /// Returns the weighted mean, which is exact for a single value, and the sum of the weights.

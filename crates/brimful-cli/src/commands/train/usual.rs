@@ -4,9 +4,9 @@ use tch::Kind;
 
 use super::options::BatchSize;
 use super::recipe::TunedWeights;
-use super::trained_model::TrainedModel;
 use super::{TrainOptions, Trainer};
 use crate::data::Sample;
+use crate::model::Model;
 use crate::setting::NumberType;
 
 /// Default limit on the tokens of a mini-batch, with every sample counted at its greatest length.
@@ -27,7 +27,7 @@ struct Tuning {
 
 impl UsualSettings {
     /// Returns the defaults for training this model.
-    pub(super) fn of(model: &TrainedModel, options: &TrainOptions) -> Self {
+    pub(super) fn of(model: &Model, options: &TrainOptions) -> Self {
         let weights = match options.fine_tune.trains_adapter() {
             true => TunedWeights::Lora,
             false => TunedWeights::All,
