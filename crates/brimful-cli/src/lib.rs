@@ -18,7 +18,6 @@ pub mod data;
 #[doc(hidden)]
 pub mod exit;
 mod files;
-mod folder_template;
 mod folder_tokenizer;
 mod generation_config;
 mod jinja_template;

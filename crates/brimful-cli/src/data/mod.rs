@@ -11,7 +11,6 @@ mod peer_tokens;
 mod portions;
 mod record;
 mod samples;
-mod shuffle;
 mod synthetic;
 mod text;
 
@@ -33,8 +32,8 @@ use record::is_record;
 pub(crate) use digits::load as digits;
 pub use images::ImageLoader;
 pub(crate) use images::{NewImages, are_images, open_new};
+pub(crate) use samples::Shuffle;
 pub(crate) use samples::{Rows, SampleRequest, SampleSet};
-pub(crate) use shuffle::Shuffle;
 pub(crate) use synthetic::{Synthetic, generate as synthetic};
 pub(crate) use text::usual_length;
 

@@ -4,7 +4,6 @@ mod advice;
 mod checkpoints;
 mod display;
 mod engine;
-mod epoch_cut;
 mod moved;
 mod offload;
 mod options;
@@ -13,7 +12,6 @@ mod records;
 mod run_state;
 mod saved;
 mod trainer;
-mod usual;
 
 use anyhow::{Context, Result};
 use brimful::World;

@@ -16,11 +16,10 @@ use tch::{Kind, Tensor};
 
 use super::checkpoints::ToSave;
 use super::engine::Engine;
-use super::epoch_cut::EpochCut;
 use super::offload::MeasuredInputs;
 use super::options::{Keep, is_due};
-use super::run_state::{RunState, Running};
-use super::usual::UsualSettings;
+use super::recipe::UsualSettings;
+use super::run_state::{EpochCut, RunState, Running};
 use super::{TrainOptions, advice, moved, records};
 use crate::data::{Dataset, Rows, Sample, SampleRequest, SampleWishes, Shuffle};
 use crate::exit::ensure_use;

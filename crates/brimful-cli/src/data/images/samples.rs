@@ -7,8 +7,7 @@ use anyhow::{Result, ensure};
 use tch::{Device, Kind, Tensor};
 
 use super::{decoded, name_broken};
-use crate::data::samples::{SampleRequest, SampleSource};
-use crate::data::shuffle::{NumberStream, mixed};
+use crate::data::samples::{NumberStream, SampleRequest, SampleSource, mixed};
 use crate::data::{Examples, portions};
 
 /// An image file and its class.
