@@ -8,7 +8,7 @@ use brimful::pipeline::{Builder, Offload, OffloadPlan};
 use brimful::schedule::{HostLinkUse, Location, Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, MicroBatches, Pipeline};
 use brimful_cli::commands::train::OptimizerState;
-use brimful_cli::measured;
+use brimful_cli::progress::begin_measuring;
 use brimful_cli::setting::{self, accounts, words};
 use brimful_models::{Gpt, gpt};
 use brimful_plan::schedule::Awaited;
@@ -191,7 +191,7 @@ impl OffloadOptions {
             loss,
             self.sequences as usize * most,
         );
-        Ok(sampled.plan_offload(0, measured::begin(layers, device))?)
+        Ok(sampled.plan_offload(0, begin_measuring(layers, device))?)
     }
 }
 

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 
-use crate::command_line::CommandLine;
-use crate::commands::train::TrainOptions;
+use crate::command_line::{self, CommandLine};
+use crate::commands::train::{self, TrainOptions};
 use crate::commands::{
-    self, completions, doctor, evaluate, generate, man, plan, predict, report, verify,
+    completions, demo, doctor, evaluate, generate, man, plan, predict, report, verify,
 };
 use crate::exit::{CODES, Exit};
+use crate::files::{self, FlagFile};
 use crate::setting::words;
-use crate::{files, idle_threads};
 
 /// Trains batches and models that are bigger than your device's memory.
 #[derive(Debug, Parser)]
@@ -82,6 +82,34 @@ pub enum BrimfulCommand {
 }
 
 impl BrimfulCommand {
+    /// Lists the files that the command reads and writes.
+    fn files(&self) -> Vec<FlagFile> {
+        match self {
+            Self::Train(options) => options.files(),
+            Self::Predict(options) => options.files(),
+            Self::Evaluate(options) => options.files(),
+            Self::Plan(options) => options.files(),
+            Self::Report(options) => options.files(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn run(&self) -> Result<Exit> {
+        match self {
+            Self::Doctor(options) => doctor::run(options),
+            Self::Demo => demo::run(),
+            Self::Train(options) => train::run(options),
+            Self::Predict(options) => predict::run(options),
+            Self::Evaluate(options) => evaluate::run(options),
+            Self::Generate(options) => generate::run(options),
+            Self::Plan(options) => plan::run(options),
+            Self::Report(options) => report::run(options),
+            Self::Verify(options) => verify::run(options),
+            Self::Completions(options) => completions::run(options),
+            Self::Man(options) => man::run(options),
+        }
+    }
+
     /// Returns whether the command computes with libtorch's threads.
     fn computes(&self) -> bool {
         use BrimfulCommand::{Completions, Doctor, Man, Report};
@@ -126,19 +154,20 @@ impl CommandLine for BrimfulArgs {
         // `sleep_soon` restarts the program, which then reads the config again. A pipe can be read only once.
         if self.command.computes() && self.global.config.as_ref().is_none_or(|path| path.is_file())
         {
-            idle_threads::sleep_soon();
+            command_line::sleep_soon();
         }
-        let mut files = commands::files(&self.command);
+        let mut files = self.command.files();
         files.extend(files::read("--config", self.global.config.as_ref()));
         files::check(&files)?;
-        commands::run(&self.command)
+        self.command.run()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use clap::CommandFactory;
+
+    use super::*;
 
     #[test]
     fn the_definition_holds_together() {

@@ -3,6 +3,8 @@
 use std::env;
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
+use std::os::unix::process::CommandExt;
+use std::process;
 
 use anyhow::Result;
 use brimful::memory;
@@ -10,8 +12,8 @@ use brimful_torch::libtorch;
 use clap::{Arg, ArgAction, Command, Parser};
 
 use crate::args::Global;
-use crate::exit::{Exit, without_panic};
-use crate::{config, interrupt, log, output, progress};
+use crate::exit::{self, Exit, without_panic};
+use crate::{config, output, progress};
 
 /// Command line of a program: its arguments and its commands.
 pub trait CommandLine: Parser {
@@ -90,9 +92,31 @@ fn prepare(global: &Global) -> Result<()> {
     if global.quiet {
         progress::be_quiet();
     }
-    log::listen(global.verbose);
+    progress::print_log(global.verbose);
     if let Some(threads) = global.threads {
         tch::set_num_threads(threads.try_into().unwrap_or(i32::MAX));
     }
-    interrupt::survive_file_limits()
+    exit::survive_file_limits()
+}
+
+/// Number of spins, some ten microseconds, after which an idle thread sleeps.
+const SPINS: (&str, &str) = ("GOMP_SPINCOUNT", "10000");
+/// Other variables that set how threads wait.
+const SAID: [&str; 2] = ["OMP_WAIT_POLICY", "KMP_BLOCKTIME"];
+
+/// Restarts the program in this process, with idle threads of libtorch that soon sleep: on a busy machine, threads
+/// that spin take time from those that compute. OpenMP's library reads its variables when it is loaded, before
+/// `main`. Returns if the environment sets how threads wait, as it does after a restart, or allows only one thread;
+/// or if the restart fails.
+pub(crate) fn sleep_soon() {
+    let is_alone = env::var_os("OMP_NUM_THREADS").is_some_and(|threads| threads == "1");
+    if is_alone || SAID.iter().chain([&SPINS.0]).any(|name| env::var_os(name).is_some()) {
+        return;
+    }
+    let mut words = env::args_os();
+    if let (Some(name), Ok(program)) = (words.next(), env::current_exe()) {
+        // If the restart fails, the program runs on, slower on a busy machine.
+        let _refused =
+            process::Command::new(program).arg0(name).args(words).env(SPINS.0, SPINS.1).exec();
+    }
 }

@@ -1,17 +1,19 @@
-//! Tokenizer of a folder, built from its files as transformers' `AutoTokenizer` does.
+//! Tokenizer and chat template of a folder, built from its files as transformers' `AutoTokenizer` does.
 //!
 //! Some classes of transformers take only the vocabulary and the special tokens from tokenizer.json, and have
 //! normalisation and splitting in their code: [`TokenizerClass::rebuild`]. All others follow tokenizer.json.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use anyhow::{Context, Result, anyhow};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tokenizers::{AddedToken, Tokenizer};
 
 use crate::exit::wrong_use;
 use crate::files::text_of;
-use crate::tokenizer_config::{TokenizerConfig, json_of};
+use crate::jinja_template::JinjaTemplate;
 
 pub(crate) const FILE: &str = "tokenizer.json";
 /// Both files of a byte-level tokenizer in the older form.
@@ -260,6 +262,131 @@ fn llama_decoder(prefix: Option<bool>) -> Value {
     json!({ "type": "Sequence", "decoders": steps })
 }
 
+const CONFIG_FILE: &str = "tokenizer_config.json";
+/// File that is read if tokenizer_config.json has no `added_tokens_decoder`.
+const OLDER_CONFIG: &str = "special_tokens_map.json";
+/// Keys of the lists of special tokens without names, the newer key first.
+const UNNAMED: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
+
+/// Settings of a folder's tokenizer.
+#[derive(Debug)]
+pub(crate) struct TokenizerConfig {
+    /// Path of the settings.
+    pub(crate) path: PathBuf,
+    told: Value,
+}
+
+impl TokenizerConfig {
+    /// Reads the folder's settings; without a file there are none.
+    pub(crate) fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(CONFIG_FILE);
+        let mut told = json_of(&path)?;
+        if told["added_tokens_decoder"].is_null()
+            && let Value::Object(older) = json_of(&folder.join(OLDER_CONFIG))?
+        {
+            if told.is_null() {
+                told = Value::Object(Default::default());
+            }
+            older.into_iter().for_each(|(key, token)| told[key] = token);
+        }
+        Ok(Self { path, told })
+    }
+
+    /// Returns the setting of this name, or null.
+    pub(crate) fn get(&self, key: &str) -> &Value {
+        &self.told[key]
+    }
+
+    /// Returns tokens by name, such as `bos_token`; `usual` are the defaults of the tokenizer's class.
+    pub(crate) fn named_tokens(&self, usual: &[(&str, &str)]) -> BTreeMap<String, String> {
+        let usual = usual.iter().map(|(name, token)| ((*name).to_owned(), (*token).to_owned()));
+        let mut tokens: BTreeMap<_, _> = usual.collect();
+        for (name, token) in self.told.as_object().into_iter().flatten() {
+            match token_text(token).filter(|_| name.ends_with("_token")) {
+                Some(text) => tokens.insert(name.clone(), text),
+                // A null removes the class's own token.
+                None => tokens.remove(name),
+            };
+        }
+        tokens
+    }
+
+    /// Lists the special tokens without names.
+    pub(crate) fn unnamed_tokens(&self) -> Vec<String> {
+        let listed = UNNAMED.iter().find_map(|key| self.told[*key].as_array());
+        listed.into_iter().flatten().filter_map(token_text).collect()
+    }
+}
+
+/// Reads the JSON object in a file; null if there is no file.
+pub(crate) fn json_of(path: &Path) -> Result<Value> {
+    if !path.is_file() {
+        return Ok(Value::Null);
+    }
+    let object: Result<Map<String, Value>, _> = serde_json::from_str(&text_of(path)?);
+    let wrong = |error| wrong_use(format!("{} is no JSON object: {error}", path.display()));
+    object.map(Value::Object).map_err(wrong)
+}
+
+/// Returns the text of a token, given as a string or as an object with its content.
+fn token_text(token: &Value) -> Option<String> {
+    token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)
+}
+
+/// File of the template in newer folders.
+const TEMPLATE_FILE: &str = "chat_template.jinja";
+
+/// Chat template of a folder.
+#[derive(Debug)]
+pub(crate) struct FolderTemplate {
+    /// Place of the template, for error messages.
+    place: String,
+    text: String,
+    /// Tokens by the names that templates use.
+    tokens: BTreeMap<String, String>,
+    /// Template, parsed at the first conversation: a training on other texts needs no valid template.
+    understood: OnceLock<Result<JinjaTemplate, String>>,
+}
+
+impl FolderTemplate {
+    /// Reads the folder's template, if it has one; `usual` are the default tokens of the tokenizer's class, by name.
+    pub(crate) fn read(
+        folder: &Path,
+        told: &TokenizerConfig,
+        usual: &[(&str, &str)],
+    ) -> Result<Option<Self>> {
+        let own = folder.join(TEMPLATE_FILE);
+        let (place, text) = match (own.is_file(), usual_template(told.get("chat_template"))) {
+            (true, _) => (own.display().to_string(), text_of(&own)?),
+            (false, Some(text)) => {
+                (format!("the chat_template of {}", told.path.display()), text.to_owned())
+            }
+            (false, None) => return Ok(None),
+        };
+        let tokens = told.named_tokens(usual);
+        Ok(Some(Self { place, text, tokens, understood: OnceLock::new() }))
+    }
+
+    /// Returns whether the template's text contains this.
+    pub(crate) fn mentions(&self, text: &str) -> bool {
+        self.text.contains(text)
+    }
+
+    /// Returns the parsed template.
+    pub(crate) fn understood(&self) -> Result<&JinjaTemplate> {
+        let Self { place, text, tokens, understood } = self;
+        let new = || JinjaTemplate::new(place, text, tokens).map_err(|error| error.to_string());
+        understood.get_or_init(new).as_ref().map_err(|error| anyhow!("{error}"))
+    }
+}
+
+/// Returns the only template, or the default one of several named templates.
+fn usual_template(told: &Value) -> Option<&str> {
+    let is_usual = |one: &&Value| one["name"] == "default";
+    let named = || told.as_array()?.iter().find(is_usual)?["template"].as_str();
+    told.as_str().or_else(named)
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -300,5 +427,52 @@ mod tests {
             let found = TokenizerClass::of(folder.path(), &told, is_byte_level).expect("a class");
             assert_eq!(found, expected, "{model} {class:?}");
         }
+    }
+
+    #[test]
+    fn settings_that_are_no_object_are_refused_by_their_file() {
+        for (file, text) in [(CONFIG_FILE, "[]"), (CONFIG_FILE, "7"), (OLDER_CONFIG, "\"text\"")] {
+            let folder = tempfile::tempdir().expect("a folder");
+            for name in [CONFIG_FILE, OLDER_CONFIG] {
+                let text = if name == file { text } else { r#"{"bos_token": "<s>"}"# };
+                fs::write(folder.path().join(name), text).expect("written");
+            }
+            let error = TokenizerConfig::read(folder.path()).expect_err(text).to_string();
+            assert!(error.contains(&format!("{file} is no JSON object: invalid type")), "{error}");
+        }
+    }
+
+    fn read_template(files: &[(&str, &str)]) -> Result<Option<FolderTemplate>> {
+        let folder = tempfile::tempdir().expect("a folder");
+        for (name, text) in files {
+            fs::write(folder.path().join(name), text).expect("written");
+        }
+        FolderTemplate::read(folder.path(), &TokenizerConfig::read(folder.path())?, &[])
+    }
+
+    fn found(files: &[(&str, &str)]) -> FolderTemplate {
+        read_template(files).expect("files").expect("a template")
+    }
+
+    #[test]
+    fn tokens_and_templates_are_found_in_each_form() {
+        let told = r#"{"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false},
+            "chat_template": [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]}"#;
+        let usual = found(&[(CONFIG_FILE, told)]);
+        assert_eq!(usual.text, "usual");
+        let tokens: Vec<_> = usual.tokens.values().map(String::as_str).collect();
+        assert_eq!(tokens, ["<s>", "</s>"]);
+        let one = found(&[(CONFIG_FILE, r#"{"chat_template": "one"}"#)]);
+        assert_eq!(one.text, "one");
+        assert!(one.place.starts_with("the chat_template of "), "{}", one.place);
+        assert_eq!(found(&[(CONFIG_FILE, told), (TEMPLATE_FILE, "own")]).text, "own");
+    }
+
+    #[test]
+    fn a_folder_may_have_none_and_one_that_cannot_be_read_is_named() {
+        assert!(read_template(&[]).expect("nothing").is_none());
+        assert!(read_template(&[(CONFIG_FILE, "{}")]).expect("nothing").is_none());
+        let error = read_template(&[(CONFIG_FILE, "{")]).expect_err("no JSON");
+        assert!(format!("{error:#}").contains("tokenizer_config.json is no JSON"), "{error:#}");
     }
 }

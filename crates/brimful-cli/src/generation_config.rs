@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde_json::Value;
 
 use crate::exit::wrong_use;
-use crate::tokenizer_config::json_of;
+use crate::folder_tokenizer::json_of;
 
 const FILE: &str = "generation_config.json";
 /// Default of `top_k` when sampling is on.

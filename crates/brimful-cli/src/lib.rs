@@ -8,7 +8,6 @@
 pub mod args;
 mod calendar;
 mod chat_message;
-mod claimed_place;
 #[doc(hidden)]
 pub mod command_line;
 #[doc(hidden)]
@@ -19,23 +18,15 @@ pub mod data;
 #[doc(hidden)]
 pub mod exit;
 mod files;
-#[doc(hidden)]
-pub mod fine_tune;
-mod folder_template;
 mod folder_tokenizer;
 mod generation_config;
-mod idle_threads;
-mod interrupt;
 mod jinja_template;
-mod log;
 mod log_files;
 #[doc(hidden)]
-pub mod measured;
+pub mod model;
 mod named;
-mod nearest;
 #[doc(hidden)]
 pub mod output;
-mod page;
 #[doc(hidden)]
 pub mod progress;
 mod saved_weights;
@@ -43,4 +34,3 @@ mod saved_weights;
 pub mod setting;
 mod shell;
 mod tokenizer;
-mod tokenizer_config;

@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 use brimful::{internal, save};
 use serde::Serialize;
 
-use crate::exit::{has_exit, ran_out};
-use crate::{interrupt, progress};
+use crate::exit::{self, has_exit, ran_out};
+use crate::progress;
 
 /// Prints a report, as a line of JSON if asked for, else as text.
 pub fn report(report: &(impl Display + Serialize), json: bool) -> Result<()> {
@@ -58,12 +58,10 @@ pub(crate) fn piece(text: &str) -> Result<()> {
     progress::aside(|| {
         let mut out = io::stdout().lock();
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                match interrupt::ask_unread() {
-                    true => Ok(()),
-                    false => std::process::exit(0),
-                }
-            }
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => match exit::ask_unread() {
+                true => Ok(()),
+                false => std::process::exit(0),
+            },
             written => written.context("cannot write to standard output"),
         }
     })
@@ -132,10 +130,11 @@ pub(crate) fn causes_alone(error: &anyhow::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use anyhow::anyhow;
     use brimful::Error;
     use tch::TchError;
+
+    use super::*;
 
     #[test]
     fn lines_are_cut_at_words() {

@@ -1,11 +1,19 @@
-//! Progress of long work on standard error: a bar on a terminal, elsewhere a line now and then.
+//! Standard error: progress of long work, as a bar on a terminal and elsewhere a line now and then, and the library's log.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use brimful::balance::LayerCost;
+use brimful::device;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use tch::Device;
+use tracing_subscriber::field::MakeExt;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::fmt::{self, format};
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
 
 /// All bars of the process, so that lines can be printed above them. Without a terminal none of them is drawn.
 static SCREEN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
@@ -37,6 +45,19 @@ pub fn say(text: &str) {
 pub fn note(text: &str) {
     if SCREEN.is_hidden() && !QUIET.load(Ordering::Relaxed) {
         say(text);
+    }
+}
+
+/// Begins the progress of measuring so many layers, and returns the function that counts them.
+pub fn begin_measuring(layers: usize, device: Device) -> impl FnMut(&LayerCost) {
+    note(&format!(
+        "brimful: measuring time and memory of {layers} layers on {}",
+        device::name(device)
+    ));
+    let progress = Progress::new(layers, "layers");
+    move |layer| {
+        progress.doing(format!("measured {}", layer.name));
+        progress.advance(1);
     }
 }
 
@@ -180,6 +201,43 @@ fn rounded(time: Duration) -> String {
         seconds @ 0..120 => format!("{seconds} s"),
         seconds @ 120..7200 => format!("{} min", seconds.div_ceil(60)),
         seconds => format!("{} h", seconds.div_ceil(3600)),
+    }
+}
+
+/// Starts to print the library's log above the bars: warnings in plain words, or if `verbose` everything unchanged.
+pub(crate) fn print_log(verbose: bool) {
+    let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::WARN };
+    let ours = Targets::new().with_target("brimful", level);
+    let plain = fmt::layer().without_time().with_ansi(false);
+    let lines = if verbose {
+        plain.with_writer(|| Aside { before: "" }).boxed()
+    } else {
+        // Fields of a warning are printed in plain words, not as name = value.
+        let told = format::debug_fn(|out, field, value| match field.name() {
+            "message" => write!(out, "{value:?}"),
+            name => write!(out, "{}: {value:?}", name.replace('_', " ")),
+        });
+        let words = plain.with_level(false).with_target(false).fmt_fields(told.delimited("; "));
+        words.with_writer(|| Aside { before: "brimful: warning: " }).boxed()
+    };
+    tracing_subscriber::registry().with(ours).with(lines).init();
+}
+
+/// Writer to standard error that moves the bars out of the way. A log line comes in one piece.
+struct Aside {
+    /// Prefix of every line.
+    before: &'static str,
+}
+
+impl Write for Aside {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let whole = [self.before.as_bytes(), line.trim_ascii_start()].concat();
+        aside(|| io::stderr().write_all(&whole))?;
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
     }
 }
 

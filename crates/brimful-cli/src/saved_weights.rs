@@ -2,15 +2,20 @@
 //! model's names.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Result;
+use brimful::memory::Memory;
 use brimful::save::{self, Metadata};
+use brimful::{Layers, MicroBatcher};
 use brimful_models::pretrained::RUN_FILE;
+use tch::nn::{self, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::exit::wrong_use;
+use crate::exit::{ensure_unsaid, wrong_use};
+use crate::model::{FineTune, ModelSource};
 use crate::named::{self, Comparison, Named};
-use crate::setting::ModelName;
+use crate::setting::{EvaluationPlace, ModelName, NumberType};
 
 /// Prefix of an optimizer's tensors and texts in a file of `--save`.
 pub(crate) const OPTIMIZER: &str = "optimizer.";
@@ -93,7 +98,7 @@ impl SavedWeights {
     }
 
     /// Returns the dtype of the first tensor, which stands for all.
-    pub(crate) fn kind(&self) -> Kind {
+    fn kind(&self) -> Kind {
         self.tensors.first().map_or(Kind::Float, |(_, tensor)| tensor.kind())
     }
 
@@ -104,13 +109,95 @@ impl SavedWeights {
     }
 
     /// Copies the tensors to the variables of the same names. Changes nothing if they do not match.
-    pub(crate) fn put_into(self, variables: Named, model: ModelName) -> Result<()> {
+    fn put_into(self, variables: Named, model: ModelName) -> Result<()> {
         let compared = Comparison::new(&variables, self.tensors);
         if let Some(differences) = compared.differences() {
             let path = self.path.display();
             return Err(wrong_use(format!("{path} does not fit {model}: {differences}")));
         }
         named::put(variables, compared.fitting)
+    }
+}
+
+/// Weights of a trained model: a file with those of a built-in model, or a folder.
+#[derive(Debug)]
+pub(crate) enum Weights {
+    File(SavedWeights, ModelName),
+    Folder(Arc<FineTune>),
+}
+
+/// A model with trained weights on a device.
+#[derive(Debug)]
+pub(crate) struct LoadedModel<M> {
+    pub(crate) model: M,
+    pub(crate) kind: Kind,
+    pub(crate) micro: MicroBatcher,
+    pub(crate) memory: Memory,
+}
+
+impl Weights {
+    /// Opens the weights that `--model`, `--weights` and `--adapter` name.
+    pub(crate) fn open(
+        model: Option<&ModelSource>,
+        weights: Option<&Path>,
+        adapter: Option<&Path>,
+    ) -> Result<Self> {
+        match (model, weights) {
+            (Some(ModelSource::Folder(folder)), None) => {
+                FineTune::trained(folder, adapter).map(Self::Folder)
+            }
+            (Some(ModelSource::Folder(_)), Some(_)) => Err(wrong_use(
+                "--weights is for a built-in model: a --model folder has its own weights",
+            )),
+            (asked, Some(file)) => {
+                let flags = [("adapter", adapter.is_some())];
+                ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")?;
+                let asked = match asked {
+                    Some(ModelSource::Named(name)) => Some(*name),
+                    _ => None,
+                };
+                let weights = SavedWeights::read(file)?;
+                let name = weights.model(asked)?;
+                Ok(Self::File(weights, name))
+            }
+            (_, None) => Err(wrong_use("no weights: give --weights FILE, or --model FOLDER")),
+        }
+    }
+
+    /// Returns the dtype of the weights in their file.
+    pub(crate) fn stored_kind(&self) -> Kind {
+        match self {
+            Self::File(weights, _) => weights.kind(),
+            Self::Folder(folder) => folder.stored_kind().unwrap_or(Kind::Float),
+        }
+    }
+
+    /// Copies the weights to the variables of the same names.
+    pub(crate) fn put_into(self, variables: Named) -> Result<()> {
+        match self {
+            Self::File(weights, name) => weights.put_into(variables, name),
+            Self::Folder(folder) => folder.load(&variables),
+        }
+    }
+
+    /// Builds a model on the device of `place`, in `dtype` or else that of the file, and loads the weights into it.
+    pub(crate) fn load<M>(
+        self,
+        layers: Layers,
+        place: &EvaluationPlace,
+        dtype: Option<NumberType>,
+        build: impl FnOnce(&Layers, &nn::Path<'_>) -> Result<M>,
+    ) -> Result<LoadedModel<M>> {
+        let device = place.device()?;
+        let dtype = dtype.unwrap_or_else(|| NumberType::holding(self.stored_kind()));
+        dtype.prepare(device)?;
+        let memory = place.memory(device)?;
+        let _inside = memory.enter();
+        let (store, kind) = (VarStore::new(device), dtype.kind());
+        let model = build(&layers.kind(kind), &store.root())?;
+        self.put_into(store.variables().into_iter().collect())?;
+        let micro = MicroBatcher::new(&store, place.micro_batch_size).memory(memory.clone());
+        Ok(LoadedModel { model, kind, micro, memory: memory.clone() })
     }
 }
 

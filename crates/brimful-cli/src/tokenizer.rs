@@ -6,9 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use tokenizers::{Encoding, PostProcessor, Token, Tokenizer as Vocabulary};
 
-use crate::folder_template::FolderTemplate;
-use crate::folder_tokenizer;
-use crate::tokenizer_config::TokenizerConfig;
+use crate::folder_tokenizer::{self, FolderTemplate, TokenizerConfig};
 
 /// Tokens that end a turn of a conversation.
 const TURN_ENDS: [&str; 5] =

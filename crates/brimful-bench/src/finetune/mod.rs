@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use brimful::memory::Memory;
 use brimful::{Bytes, Layers};
-use brimful_cli::fine_tune::LoraFlag;
+use brimful_cli::model::LoraFlag;
 use brimful_cli::setting::{self, words};
 use brimful_models::pretrained::Pretrained;
 use brimful_torch::device as torch_device;

@@ -1,25 +1,21 @@
 //! `brimful evaluate`: loss, perplexity and accuracy of a model on data.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
-use brimful::{Layers, MicroBatcher};
+use brimful::Layers;
 use brimful_plan::split;
 use clap::Args;
 use serde::Serialize;
 use tch::Kind;
-use tch::nn::VarStore;
 
 use crate::data::{Dataset, Rows, Sample, SampleRequest, SampleWishes};
-use crate::exit::{Exit, ensure_unsaid, ensure_use, wrong_use};
+use crate::exit::{Exit, ensure_use, wrong_use};
 use crate::files::{self, FlagFile};
-use crate::fine_tune::{FineTune, FineTuneOptions};
-use crate::named::Named;
 use crate::output;
 use crate::progress::Progress;
-use crate::saved_weights::{PIXELS, SavedWeights};
+use crate::saved_weights::{LoadedModel, PIXELS, SavedWeights, Weights};
 use crate::setting::{
     ANY_MODEL, ANY_MODELS, EvaluationPlace, LossModel, ModelName, ModelSource, NumberType, counted,
     typed, words,
@@ -92,13 +88,7 @@ struct Evaluation {
 struct Evaluated {
     dataset: Dataset,
     layers: Layers,
-    weights: ModelWeights,
-}
-
-#[derive(Debug)]
-enum ModelWeights {
-    File(SavedWeights, ModelName),
-    Folder(Arc<FineTune>),
+    weights: Weights,
 }
 
 impl EvaluateOptions {
@@ -117,68 +107,24 @@ pub(crate) fn run(options: &EvaluateOptions) -> Result<Exit> {
 
 impl Evaluated {
     fn open(options: &EvaluateOptions) -> Result<Self> {
-        match (&options.model, &options.weights) {
-            (Some(ModelSource::Folder(folder)), None) => Self::of_folder(folder, options),
-            (Some(ModelSource::Folder(_)), Some(_)) => Err(wrong_use(
-                "--weights is for a built-in model: a --model folder has its own weights",
-            )),
-            (Some(ModelSource::Named(name)), Some(file)) => {
-                Self::of_file(file, Some(*name), options)
+        let EvaluateOptions { model, weights, adapter, .. } = options;
+        let weights = Weights::open(model.as_ref(), weights.as_deref(), adapter.as_deref())?;
+        let (dataset, layers) = match &weights {
+            Weights::File(weights, name) => of_file(weights, *name, options)?,
+            Weights::Folder(folder) => {
+                (folder.data(&options.data, options.sequence, options.seed)?, folder.layers())
             }
-            (None, Some(file)) => Self::of_file(file, None, options),
-            (_, None) => Err(wrong_use("no weights: give --weights FILE, or --model FOLDER")),
-        }
-    }
-
-    fn of_folder(path: &Path, options: &EvaluateOptions) -> Result<Self> {
-        let adapter = options.adapter.clone();
-        let folder = FineTune::open(path, &FineTuneOptions { adapter, ..Default::default() })?;
-        let dataset = folder.data(&options.data, options.sequence, options.seed)?;
-        Ok(Self { dataset, layers: folder.layers(), weights: ModelWeights::Folder(folder) })
-    }
-
-    fn of_file(file: &Path, asked: Option<ModelName>, options: &EvaluateOptions) -> Result<Self> {
-        let flags = [("adapter", options.adapter.is_some())];
-        ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")?;
-        let weights = SavedWeights::read(file)?;
-        let name = weights.model(asked)?;
-        let number = |key| weights.told(key).and_then(|number| number.parse().ok());
-        let context = weights.rows("wpe.weight").map(|rows| rows as usize);
-        let wishes = SampleWishes {
-            sequence: options.sequence.or(context),
-            image: options.image.or_else(|| number("image")),
-            pixels: weights.told(PIXELS).and_then(|text| text.parse().ok()),
         };
-        let dataset = name.data(&options.data, wishes, options.seed)?;
-        let known = weights.class_names().unwrap_or_else(|| dataset.class_names.clone());
-        ensure_use!(
-            known == dataset.class_names,
-            "the model has the classes {}, but the data {}: give data with the same classes",
-            known.join(", "),
-            match dataset.class_names.is_empty() {
-                true => "none with names".to_owned(),
-                false => dataset.class_names.join(", "),
-            }
-        );
-        let layers = name.layers(&dataset.sample, 0.0);
-        let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
-        Ok(Self { dataset, layers, weights: ModelWeights::File(weights, name) })
+        Ok(Self { dataset, layers, weights })
     }
 
     fn evaluate(self, options: &EvaluateOptions) -> Result<Evaluation> {
         let Self { mut dataset, layers, weights } = self;
-        let device = options.place.device()?;
-        let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(weights.stored_kind()));
-        dtype.prepare(device)?;
-        let memory = options.place.memory(device)?;
+        let loaded = weights.load(layers, &options.place, options.dtype, |layers, root| {
+            LossModel::build(layers, root).context("the model cannot be built")
+        })?;
+        let LoadedModel { model, kind, mut micro, memory } = loaded;
         let _inside = memory.enter();
-        let store = VarStore::new(device);
-        let kind = dtype.kind();
-        let model = LossModel::build(&layers.kind(kind), &store.root());
-        let model = model.context("the model cannot be built")?;
-        weights.put_into(store.variables().into_iter().collect())?;
-        let mut micro =
-            MicroBatcher::new(&store, options.place.micro_batch_size).memory(memory.clone());
         let judge = |(x, y): (Rows, Rows)| model.judge(&typed(&x, kind), &y);
         let Dataset { train, test, sample, .. } = &mut dataset;
         let mut sums = Sums::default();
@@ -202,21 +148,33 @@ impl Evaluated {
     }
 }
 
-impl ModelWeights {
-    /// Returns the dtype of the weights in their file.
-    fn stored_kind(&self) -> Kind {
-        match self {
-            Self::File(weights, _) => weights.kind(),
-            Self::Folder(folder) => folder.stored_kind().unwrap_or(Kind::Float),
+/// Opens the data for the model of a file, and returns the model's layers too.
+fn of_file(
+    weights: &SavedWeights,
+    name: ModelName,
+    options: &EvaluateOptions,
+) -> Result<(Dataset, Layers)> {
+    let number = |key| weights.told(key).and_then(|number| number.parse().ok());
+    let context = weights.rows("wpe.weight").map(|rows| rows as usize);
+    let wishes = SampleWishes {
+        sequence: options.sequence.or(context),
+        image: options.image.or_else(|| number("image")),
+        pixels: weights.told(PIXELS).and_then(|text| text.parse().ok()),
+    };
+    let dataset = name.data(&options.data, wishes, options.seed)?;
+    let known = weights.class_names().unwrap_or_else(|| dataset.class_names.clone());
+    ensure_use!(
+        known == dataset.class_names,
+        "the model has the classes {}, but the data {}: give data with the same classes",
+        known.join(", "),
+        match dataset.class_names.is_empty() {
+            true => "none with names".to_owned(),
+            false => dataset.class_names.join(", "),
         }
-    }
-
-    fn put_into(self, variables: Named) -> Result<()> {
-        match self {
-            Self::File(weights, name) => weights.put_into(variables, name),
-            Self::Folder(folder) => folder.load(&variables),
-        }
-    }
+    );
+    let layers = name.layers(&dataset.sample, 0.0);
+    let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
+    Ok((dataset, layers))
 }
 
 /// Totals over the mini-batches. The loss is weighted by the number of targets.

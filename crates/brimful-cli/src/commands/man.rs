@@ -8,8 +8,8 @@ use clap_mangen::Man;
 
 use crate::args::BrimfulArgs;
 use crate::exit::{Exit, wrong_use};
-use crate::nearest::did_you_mean;
 use crate::output;
+use crate::setting::words::did_you_mean;
 
 /// Options of `brimful man`.
 #[derive(Debug, clap::Args)]

@@ -4,11 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use brimful::MicroBatcher;
 use brimful_plan::split;
 use clap::Args;
 use serde::Serialize;
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::ModuleT;
 use tch::{Kind, Tensor};
 
 use crate::data::{self, Examples, NewImages, Sample, SampleRequest, SampleSet, SampleWishes};
@@ -16,7 +15,7 @@ use crate::exit::{Exit, ensure_use, wrong_content, wrong_use};
 use crate::files::{self, FlagFile};
 use crate::output;
 use crate::progress::Progress;
-use crate::saved_weights::{PIXELS, SavedWeights};
+use crate::saved_weights::{LoadedModel, PIXELS, SavedWeights, Weights};
 use crate::setting::{self, EvaluationPlace, IMAGE_MODELS, ModelName, NumberType, typed, words};
 
 /// Samples held in memory at once when they are streamed.
@@ -151,17 +150,11 @@ fn predict(options: &PredictOptions) -> Result<Vec<Prediction>> {
     let mut asked = Asked::open(options, &weights, name)?;
     let layers = name.layers(&asked.sample, 0.0);
     let layers = layers.map_err(|error| wrong_use(error.to_string()))?;
-    let device = options.place.device()?;
-    let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(weights.kind()));
-    dtype.prepare(device)?;
-    let memory = options.place.memory(device)?;
+    let weights = Weights::File(weights, name);
+    let loaded = weights
+        .load(layers, &options.place, options.dtype, |layers, root| Ok(layers.build(root)?))?;
+    let LoadedModel { model, kind, mut micro, memory } = loaded;
     let _inside = memory.enter();
-    let store = VarStore::new(device);
-    let kind = dtype.kind();
-    let model = layers.kind(kind).build(&store.root())?;
-    weights.put_into(store.variables().into_iter().collect(), name)?;
-    let mut micro =
-        MicroBatcher::new(&store, options.place.micro_batch_size).memory(memory.clone());
     let samples = asked.samples.len();
     let at_once = asked.samples.at_once(AT_ONCE);
     let mut predictions = Vec::with_capacity(samples);

@@ -14,8 +14,7 @@
 //! conflicts with it; `--json=false` leaves out a switch. Flags of a resumed run are appended in the same way, after
 //! the file's.
 
-mod renamed;
-mod run_flags;
+pub(crate) mod run_flags;
 mod value;
 
 use std::ffi::OsString;
@@ -30,14 +29,14 @@ use toml::de::{DeTable, DeValue};
 
 use crate::exit::wrong_use;
 use crate::files::text_of;
-use crate::nearest::nearest;
+use crate::setting::words::nearest;
 
 /// Flags that a file cannot set.
 const NOT_IN_FILES: [&str; 3] = ["config", "help", "version"];
 
 /// Parses the command line, with the flags of the config file that it names and those of the run that it resumes.
 pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgMatches> {
-    renamed::refuse_old_names(&command, &words)?;
+    refuse_old_names(&command, &words)?;
     let (off, mut words): (Vec<OsString>, Vec<OsString>) =
         words.into_iter().partition(|word| switched_off(word).is_some_and(|n| has(&command, n)));
     // A missing flag may be in a file, so only the last parse is strict.
@@ -57,7 +56,7 @@ pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgM
         words.extend(flags.iter().filter(is_on).map(|flag| flag.word.clone()));
         looked = look(&command, &words)?;
     }
-    let of_run = run_flags::flags(&command, &looked);
+    let of_run = run_flags::flags_of_run(&command, &looked);
     words.extend(of_run.iter().filter(is_on).map(|flag| flag.word.clone()));
     command.try_get_matches_from(words).map_err(|error| file.place(error, &flags))
 }
@@ -161,7 +160,7 @@ impl ConfigFile<'_> {
         } else {
             ("key", in_files(command).filter_map(Arg::get_long).collect())
         };
-        if let Some(new) = renamed::new_name(name).filter(|new| known.contains(new)) {
+        if let Some(new) = new_name(name).filter(|new| known.contains(new)) {
             return wrong_use(format!("{name} in {} is called {new} now", self.place_of(line)));
         }
         let place = format!("unknown {what} '{name}' in {}", self.place_of(line));
@@ -216,4 +215,44 @@ fn is_overruled(command: &Command, arg: &Arg, looked: &ArgMatches) -> bool {
         .get_arguments()
         .filter(is_told)
         .any(|told| told.get_id() == arg.get_id() || excludes(told, arg) || excludes(arg, told))
+}
+
+/// Old and new names.
+const RENAMED: [(&str, &str); 9] = [
+    ("bus", "host-link"),
+    ("follow-backward", "update-in-backward"),
+    ("homes", "offload"),
+    ("longest-wait", "timeout"),
+    ("micro-batch", "micro-batch-size"),
+    ("micro-batches", "num-micro-batches"),
+    ("no-replay", "no-cuda-graphs"),
+    ("patience", "heartbeat-timeout"),
+    ("replay", "cuda-graphs"),
+];
+
+/// Returns the new name of a flag.
+pub(super) fn new_name(old: &str) -> Option<&'static str> {
+    RENAMED.iter().find(|(name, _)| *name == old).map(|(_, new)| *new)
+}
+
+/// Returns the name that a flag had before.
+pub(super) fn old_name(new: &str) -> Option<&'static str> {
+    RENAMED.iter().find(|(_, name)| *name == new).map(|(old, _)| *old)
+}
+
+/// Fails if a word is the old name of a flag. The error gives the new name.
+pub(super) fn refuse_old_names(command: &Command, words: &[OsString]) -> Result<()> {
+    let flags = words.iter().filter_map(|word| word.to_str()?.strip_prefix("--"));
+    for old in flags.map(|flag| flag.split('=').next().unwrap_or(flag)) {
+        if let Some(new) = new_name(old).filter(|_| !is_flag(command, old)) {
+            return Err(wrong_use(format!("--{old} is called --{new} now")));
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether a command or one of its subcommands has this flag.
+fn is_flag(command: &Command, name: &str) -> bool {
+    command.get_arguments().any(|arg: &Arg| arg.get_long() == Some(name))
+        || command.get_subcommands().any(|below| is_flag(below, name))
 }

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use anyhow::{Result, ensure};
 
-pub(super) use crate::chat_message::{ChatMessage, ChatText};
-use crate::folder_template::FolderTemplate;
+use crate::folder_tokenizer::FolderTemplate;
 use crate::tokenizer::Tokenizer;
 
+pub(super) use crate::chat_message::{ChatMessage, ChatText};
 /// Tokens at the start and the end of a message in ChatML.
 const CHAT_ML: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 

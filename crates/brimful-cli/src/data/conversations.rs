@@ -7,9 +7,8 @@ use anyhow::{Result, ensure};
 use tch::Tensor;
 
 use super::chat_template::MarkedTokens;
-use super::number_file::{NumberFile, NumberWriter};
-use super::sample_set::SampleRequest;
-use super::streamed::SampleSource;
+use super::samples::{SampleRequest, SampleSource};
+use super::text::{NumberFile, NumberWriter};
 use super::{Dataset, Examples, IGNORED, PADDING, RowLengths, Sample, SampleSet};
 use crate::setting::MeanOver;
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -11,75 +11,16 @@ use serde_json::{Map, Value};
 
 use super::chat_template::ChatTemplate;
 use super::conversations::Conversations;
-use super::number_file::NumberWriter;
 use super::portions::{self, Portion, TextCut};
-use super::record::{ReadRecord, Record, TOGETHER, WANTED, is_record};
-use super::{Dataset, side_by_side, text};
+use super::record::{ReadRecord, Record, TOGETHER, WANTED};
+use super::text::{self, NumberWriter};
+use super::{BYTE_ORDER_MARK, Dataset, JsonForm};
 use crate::tokenizer::Tokenizer;
 
-/// Byte order mark, which some editors write before the first line of UTF-8.
-const BYTE_ORDER_MARK: char = '\u{feff}';
-/// File extensions of JSON.
-const LINES: [&str; 2] = ["jsonl", "ndjson"];
-const ANY: &str = "json";
-/// Bytes of a file that are read to detect its form.
-const BEGINNING: u64 = 1 << 24;
 /// Objects of an array that are in memory at once.
 const AT_ONCE: usize = 1024;
 
 type Object = Map<String, Value>;
-
-/// Form of JSON objects in a file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum JsonForm {
-    Lines,
-    Array,
-}
-
-impl JsonForm {
-    /// Detects the form of a file by its name and content; none for plain text.
-    pub(super) fn of(path: &Path) -> Result<Option<Self>> {
-        let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
-        let has_lines = LINES.contains(&&*ending);
-        let is_json = has_lines || ending == ANY;
-        // A pipe can be read only once, so its name decides.
-        if !path.is_file() {
-            return Ok(has_lines.then_some(Self::Lines));
-        }
-        let line = first_line(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let object = serde_json::from_str::<Object>(&line).ok();
-        let is_array = line.strip_prefix('[').is_some_and(|rest| {
-            let rest = rest.trim_start();
-            rest.starts_with('{') || (is_json && rest.is_empty())
-        });
-        ensure!(
-            has_lines || !is_json || is_array || object.is_some() || !line.starts_with('{'),
-            "{} is one JSON object over several lines: give an array of objects, or an object a line; to train \
-             on its text as it is, name it .txt",
-            path.display()
-        );
-        Ok(match object {
-            Some(object) if is_json || is_record(&object) => Some(Self::Lines),
-            _ if is_array => Some(Self::Array),
-            _ => is_json.then_some(Self::Lines),
-        })
-    }
-}
-
-/// Reads the first line that is not empty, trimmed.
-fn first_line(path: &Path) -> std::io::Result<String> {
-    let mut file = BufReader::new(File::open(path)?.take(BEGINNING));
-    let is_blank = |letter: char| letter == BYTE_ORDER_MARK || letter.is_whitespace();
-    loop {
-        let mut line = Vec::new();
-        let read = file.read_until(b'\n', &mut line)?;
-        let text = String::from_utf8_lossy(&line);
-        let text = text.trim_matches(is_blank);
-        if read == 0 || !text.is_empty() {
-            return Ok(text.to_owned());
-        }
-    }
-}
 
 /// Loads a file of JSON objects. Documents are packed in a row, each ended by the tokenizer's end-of-text token. Each
 /// conversation is a separate sample.
@@ -142,7 +83,7 @@ fn read_array(path: &Path, tokenizer: &Tokenizer, kept: &mut KeptRecords) -> Res
     let (mut waiting, mut done, mut failed) = (Vec::new(), 0, None);
     let mut encode = |waiting: Vec<Object>| -> Result<()> {
         let encode = |object| Record::of(object)?.encode(template, tokenizer);
-        for read in side_by_side::each(waiting, side_by_side::cores(), encode) {
+        for read in portions::in_parallel(waiting, portions::cores(), encode) {
             done += 1;
             let added = read.and_then(|record| kept.add(record));
             added.with_context(|| format!("{shown}, object {done}"))?;

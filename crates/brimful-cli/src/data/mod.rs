@@ -6,37 +6,34 @@ mod digits;
 mod idx;
 mod images;
 mod json_lines;
-mod number_file;
-mod number_stream;
 #[cfg(test)]
 mod peer_tokens;
-mod pixel_scale;
 mod portions;
 mod record;
-mod rows;
-mod sample_set;
-mod shuffle;
-mod side_by_side;
-mod streamed;
+mod samples;
 mod synthetic;
 mod text;
 
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
+use std::str::FromStr;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use brimful::{Bytes, memory};
+use serde_json::{Map, Value};
 use tch::Tensor;
 
 use crate::exit::does_not_fit;
 use crate::tokenizer::Tokenizer;
+use record::is_record;
+
 pub(crate) use digits::load as digits;
 pub use images::ImageLoader;
 pub(crate) use images::{NewImages, are_images, open_new};
-use json_lines::JsonForm;
-pub(crate) use pixel_scale::PixelScale;
-pub(crate) use rows::Rows;
-pub(crate) use sample_set::{SampleRequest, SampleSet};
-pub(crate) use shuffle::Shuffle;
+pub(crate) use samples::Shuffle;
+pub(crate) use samples::{Rows, SampleRequest, SampleSet};
 pub(crate) use synthetic::{Synthetic, generate as synthetic};
 pub(crate) use text::usual_length;
 
@@ -45,6 +42,14 @@ pub(crate) const IGNORED: i64 = -100;
 
 /// Token after the end of a sequence. Any token does, since no position that counts attends to it.
 const PADDING: i64 = 0;
+
+/// Byte order mark, which some editors write before the first line of UTF-8.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+/// File extensions of JSON, one object a line and in any form.
+const JSON_LINES: [&str; 2] = ["jsonl", "ndjson"];
+const JSON: &str = "json";
+/// Bytes of a file that are read to detect its form.
+const BEGINNING: u64 = 1 << 24;
 
 /// Samples and their targets, stacked along the first dimension.
 #[derive(Debug)]
@@ -207,6 +212,58 @@ pub(crate) fn open_text(path: &Path, length: i64, tokenizer: &Tokenizer) -> Resu
     }
 }
 
+/// Form of JSON objects in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum JsonForm {
+    Lines,
+    Array,
+}
+
+impl JsonForm {
+    /// Detects the form of a file by its name and content; none for plain text.
+    fn of(path: &Path) -> Result<Option<Self>> {
+        let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+        let has_lines = JSON_LINES.contains(&&*ending);
+        let is_json = has_lines || ending == JSON;
+        // A pipe can be read only once, so its name decides.
+        if !path.is_file() {
+            return Ok(has_lines.then_some(Self::Lines));
+        }
+        let line = first_line(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let object = serde_json::from_str::<Map<String, Value>>(&line).ok();
+        let is_array = line.strip_prefix('[').is_some_and(|rest| {
+            let rest = rest.trim_start();
+            rest.starts_with('{') || (is_json && rest.is_empty())
+        });
+        ensure!(
+            has_lines || !is_json || is_array || object.is_some() || !line.starts_with('{'),
+            "{} is one JSON object over several lines: give an array of objects, or an object a line; to train \
+             on its text as it is, name it .txt",
+            path.display()
+        );
+        Ok(match object {
+            Some(object) if is_json || is_record(&object) => Some(Self::Lines),
+            _ if is_array => Some(Self::Array),
+            _ => is_json.then_some(Self::Lines),
+        })
+    }
+}
+
+/// Reads the first line that is not empty, trimmed.
+fn first_line(path: &Path) -> io::Result<String> {
+    let mut file = BufReader::new(File::open(path)?.take(BEGINNING));
+    let is_blank = |letter: char| letter == BYTE_ORDER_MARK || letter.is_whitespace();
+    loop {
+        let mut line = Vec::new();
+        let read = file.read_until(b'\n', &mut line)?;
+        let text = String::from_utf8_lossy(&line);
+        let text = text.trim_matches(is_blank);
+        if read == 0 || !text.is_empty() {
+            return Ok(text.to_owned());
+        }
+    }
+}
+
 /// Joins training and test images (samples × channels × height × width). Normalises the pixels with `told`, or else
 /// with the mean and deviation of the training images.
 fn of_images(
@@ -227,6 +284,45 @@ fn of_images(
         format!("{name}, {height}×{width} pixels, {classes} classes"),
     );
     Ok(Dataset { pixels: Some(scale), ..dataset })
+}
+
+/// Mean and deviation of the pixels that a model was trained on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct PixelScale {
+    mean: f64,
+    deviation: f64,
+}
+
+impl PixelScale {
+    /// Computes the scale of these images; an error calls them by `name`.
+    pub(super) fn of(images: &Tensor, name: &str) -> Result<Self> {
+        let deviation = images.std(true).double_value(&[]);
+        ensure!(deviation.is_normal(), "every training image in {name} has the same pixels");
+        Ok(Self { mean: images.mean(None).double_value(&[]), deviation })
+    }
+
+    /// Normalises pixels, so that those of the training images have mean 0 and deviation 1.
+    pub(super) fn apply(self, images: &Tensor) -> Tensor {
+        (images - self.mean) / self.deviation
+    }
+}
+
+/// Writes the exact numbers, for a saved run.
+impl fmt::Display for PixelScale {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { mean, deviation } = self;
+        write!(f, "{mean:?} {deviation:?}")
+    }
+}
+
+impl FromStr for PixelScale {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (mean, deviation) = text.split_once(' ').ok_or(())?;
+        let number = |text: &str| text.parse().map_err(|_| ());
+        Ok(Self { mean: number(mean)?, deviation: number(deviation)? })
+    }
 }
 
 #[cfg(test)]

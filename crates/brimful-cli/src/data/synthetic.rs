@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use tch::kind::Element;
 use tch::{Kind, Tensor};
 
-use super::number_stream::{NumberStream, scaled};
+use super::samples::{NumberStream, scaled};
 use super::{Dataset, Examples, Sample, SampleSet};
 
 /// Kind and number of synthetic samples.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::claimed_place::claim;
+use crate::files::claim;
 use crate::progress;
 
 /// An append-only file that always ends with a whole piece.
@@ -93,8 +93,9 @@ fn unwritable(path: &Path) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::fs;
+
+    use super::*;
 
     #[test]
     fn a_file_that_cannot_be_written_is_given_up() {

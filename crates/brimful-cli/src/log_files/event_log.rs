@@ -6,9 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 
-use super::appended_file::AppendedFile;
-use super::{StepFigures, TestFigures, tensorboard};
-use crate::exit::ensure_use;
+use super::{KeptLog, Log, LogFormat, StepFigures, TestFigures, tensorboard};
 
 /// Name of the folder's only file. TensorBoard recognises it, and a resumed run finds it again.
 const FILE: &str = "events.out.tfevents.brimful";
@@ -22,39 +20,35 @@ pub(crate) fn events_file(folder: &Path) -> PathBuf {
 
 /// A folder of events.
 #[derive(Debug)]
-pub(crate) struct EventLog {
-    file: AppendedFile,
-    /// Step of the last test in it.
-    tested: Option<usize>,
+pub(super) struct Events;
+
+/// Opens the events in this folder, which is created if missing; see [`Log::open`].
+pub(super) fn open(folder: &Path, resumed: Option<usize>) -> Result<Log<Events>> {
+    let made = fs::create_dir_all(folder);
+    made.with_context(|| format!("cannot make the folder {}", folder.display()))?;
+    Log::open(&events_file(folder), resumed)
 }
 
-impl EventLog {
-    /// Opens a new file in this folder, which is created if missing. If a run resumes after step `resumed`, opens its
-    /// file and drops later events.
-    pub(crate) fn open(folder: &Path, resumed: Option<usize>) -> Result<Self> {
-        let made = fs::create_dir_all(folder);
-        made.with_context(|| format!("cannot make the folder {}", folder.display()))?;
-        let path = events_file(folder);
-        let Some(last) = resumed else { return Ok(Self::new(AppendedFile::empty(&path)?)) };
-        let (mut file, bytes) = AppendedFile::existing(&path)?;
+impl LogFormat for Events {
+    fn beginning() -> Vec<u8> {
+        tensorboard::first_record(now())
+    }
+
+    fn kept(bytes: &[u8], last: usize) -> Result<Option<KeptLog>, &'static str> {
         if bytes.is_empty() {
-            return Ok(Self::new(file));
+            return Ok(None);
         }
         let upto = |record: &&[u8]| tensorboard::step_of(record) <= last;
-        let kept: Vec<_> = tensorboard::records(&bytes).take_while(upto).collect();
-        ensure_use!(!kept.is_empty(), "{} holds no events: name another folder", path.display());
-        file.cut_back(kept.iter().map(|record| record.len()).sum())?;
+        let kept: Vec<_> = tensorboard::records(bytes).take_while(upto).collect();
+        if kept.is_empty() {
+            return Err("holds no events: name another folder");
+        }
         let tested = kept.iter().rev().find(|record| tensorboard::has(record, TEST_LOSS));
-        Ok(Self { file, tested: tested.map(|record| tensorboard::step_of(record)) })
+        let tested = tested.map(|record| tensorboard::step_of(record));
+        Ok(Some(KeptLog { bytes: kept.iter().map(|record| record.len()).sum(), tested }))
     }
 
-    fn new(mut file: AppendedFile) -> Self {
-        file.append(&tensorboard::first_record(now()));
-        Self { file, tested: None }
-    }
-
-    /// Adds a step.
-    pub(crate) fn step(&mut self, figures: &StepFigures<'_>) {
+    fn step(figures: &StepFigures<'_>) -> Vec<u8> {
         let record = figures.record;
         let values = [
             ("train/loss", record.loss),
@@ -65,16 +59,12 @@ impl EventLog {
             ("memory/micro_batch_size", record.micro_batch as f64),
             ("memory/retries", record.retries as f64),
         ];
-        self.file.append(&tensorboard::scalars(now(), figures.step, &values));
+        tensorboard::scalars(now(), figures.step, &values)
     }
 
-    /// Adds a test, unless it is there already.
-    pub(crate) fn test(&mut self, figures: &TestFigures) {
-        if self.tested.replace(figures.step) == Some(figures.step) {
-            return;
-        }
+    fn test(figures: &TestFigures) -> Vec<u8> {
         let values = [(TEST_LOSS, figures.loss), ("test/accuracy", figures.accuracy)];
-        self.file.append(&tensorboard::scalars(now(), figures.step, &values));
+        tensorboard::scalars(now(), figures.step, &values)
     }
 }
 
@@ -97,38 +87,38 @@ mod tests {
     fn a_resumed_log_has_the_events_of_an_undisturbed_one() {
         let folder = tempfile::tempdir().expect("a folder");
         let folder = folder.path().join("runs/first");
-        let mut log = EventLog::open(&folder, None).expect("a log");
+        let mut log = open(&folder, None).expect("a log");
         for number in 1..=3 {
             log.step(&step(number));
         }
         log.test(&test(3));
         log.step(&step(4));
         drop(log);
-        let mut log = EventLog::open(&folder, Some(3)).expect("a log");
+        let mut log = open(&folder, Some(3)).expect("a log");
         log.test(&test(3));
         log.step(&step(4));
         log.test(&test(4));
         drop(log);
         // The first record has no step.
         assert_eq!(steps(&folder), [0, 1, 2, 3, 3, 4, 4]);
-        EventLog::open(&folder, None).expect("a log");
+        open(&folder, None).expect("a log");
         assert_eq!(steps(&folder), [0]);
     }
 
     #[test]
     fn a_broken_event_is_dropped_and_what_holds_no_events_is_refused() {
         let folder = tempfile::tempdir().expect("a folder");
-        let mut log = EventLog::open(folder.path(), None).expect("a log");
+        let mut log = open(folder.path(), None).expect("a log");
         log.step(&step(1));
         log.step(&step(2));
         drop(log);
         let path = folder.path().join(FILE);
         let bytes = fs::read(&path).expect("a file");
         fs::write(&path, &bytes[..bytes.len() - 1]).expect("a killed run's last event");
-        EventLog::open(folder.path(), Some(9)).expect("a log").step(&step(2));
+        open(folder.path(), Some(9)).expect("a log").step(&step(2));
         assert_eq!(steps(folder.path()), [0, 1, 2]);
         fs::write(&path, "no events").expect("written");
-        let error = EventLog::open(folder.path(), Some(9)).expect_err("no events").to_string();
+        let error = open(folder.path(), Some(9)).expect_err("no events").to_string();
         assert!(error.ends_with("holds no events: name another folder"), "{error}");
     }
 }

@@ -17,8 +17,11 @@ use serde::Serialize;
 
 pub(crate) use event_log::events_file;
 
-use event_log::EventLog;
-use step_log::StepLog;
+use crate::exit::wrong_use;
+use appended_file::AppendedFile;
+use event_log::Events;
+use std::marker::PhantomData;
+use step_log::StepTable;
 
 /// Figures of one step.
 #[derive(Debug)]
@@ -60,8 +63,8 @@ pub(crate) struct TestFigures {
 /// Requested logs.
 #[derive(Debug, Default)]
 pub(crate) struct LogFiles {
-    table: Option<StepLog>,
-    events: Option<EventLog>,
+    table: Option<Log<StepTable>>,
+    events: Option<Log<Events>>,
 }
 
 impl LogFiles {
@@ -73,8 +76,8 @@ impl LogFiles {
         resumed: Option<usize>,
     ) -> Result<Self> {
         Ok(Self {
-            table: table.map(|path| StepLog::open(path, resumed)).transpose()?,
-            events: events.map(|folder| EventLog::open(folder, resumed)).transpose()?,
+            table: table.map(|path| Log::open(path, resumed)).transpose()?,
+            events: events.map(|folder| event_log::open(folder, resumed)).transpose()?,
         })
     }
 
@@ -88,6 +91,69 @@ impl LogFiles {
     pub(crate) fn test(&mut self, figures: &TestFigures) {
         self.table.iter_mut().for_each(|table| table.test(figures));
         self.events.iter_mut().for_each(|events| events.test(figures));
+    }
+}
+
+/// Format of a log.
+trait LogFormat {
+    /// Returns the bytes that every log begins with.
+    fn beginning() -> Vec<u8>;
+
+    /// Returns the part of an earlier log that belongs to the steps up to `last`, or none if the log begins anew. The
+    /// error says that the bytes are something else.
+    fn kept(bytes: &[u8], last: usize) -> Result<Option<KeptLog>, &'static str>;
+
+    fn step(figures: &StepFigures<'_>) -> Vec<u8>;
+
+    fn test(figures: &TestFigures) -> Vec<u8>;
+}
+
+/// Part of an earlier log that a resumed run keeps.
+#[derive(Debug)]
+struct KeptLog {
+    bytes: usize,
+    /// Step of the last test in it.
+    tested: Option<usize>,
+}
+
+/// A log in one format.
+#[derive(Debug)]
+struct Log<F> {
+    file: AppendedFile,
+    /// Step of the last test in it.
+    tested: Option<usize>,
+    format: PhantomData<F>,
+}
+
+impl<F: LogFormat> Log<F> {
+    /// Opens a new log. If a run resumes after step `resumed`, opens its log and drops what is later.
+    fn open(path: &Path, resumed: Option<usize>) -> Result<Self> {
+        let Some(last) = resumed else { return Ok(Self::begun(AppendedFile::empty(path)?)) };
+        let (mut file, bytes) = AppendedFile::existing(path)?;
+        let kept = F::kept(&bytes, last);
+        let kept = kept.map_err(|reason| wrong_use(format!("{} {reason}", path.display())))?;
+        file.cut_back(kept.as_ref().map_or(0, |kept| kept.bytes))?;
+        Ok(match kept {
+            Some(KeptLog { tested, .. }) => Self { file, tested, format: PhantomData },
+            None => Self::begun(file),
+        })
+    }
+
+    fn begun(mut file: AppendedFile) -> Self {
+        file.append(&F::beginning());
+        Self { file, tested: None, format: PhantomData }
+    }
+
+    /// Adds a step.
+    fn step(&mut self, figures: &StepFigures<'_>) {
+        self.file.append(&F::step(figures));
+    }
+
+    /// Adds a test, unless it is there already.
+    fn test(&mut self, figures: &TestFigures) {
+        if self.tested.replace(figures.step) != Some(figures.step) {
+            self.file.append(&F::test(figures));
+        }
     }
 }
 

@@ -1,13 +1,8 @@
 //! Table of steps as comma-separated values: one line for each step and each test.
 
-use std::path::Path;
-
-use anyhow::Result;
 use brimful_report::Record;
 
-use super::appended_file::AppendedFile;
-use super::{StepFigures, TestFigures};
-use crate::exit::ensure_use;
+use super::{KeptLog, LogFormat, StepFigures, TestFigures};
 
 /// Columns of the table. A test has its own line, because the line of its step is written earlier. The step's columns
 /// are empty in it.
@@ -18,41 +13,28 @@ const NOT_OF_A_TEST: &str = ",,,,,,,";
 
 /// A table of steps.
 #[derive(Debug)]
-pub(crate) struct StepLog {
-    file: AppendedFile,
-    /// Step of the last test in it.
-    tested: Option<usize>,
-}
+pub(super) struct StepTable;
 
-impl StepLog {
-    /// Opens a new table. If a run resumes after step `resumed`, opens its table and drops later lines.
-    pub(crate) fn open(path: &Path, resumed: Option<usize>) -> Result<Self> {
-        let Some(last) = resumed else { return Self::new(AppendedFile::empty(path)?) };
-        let (mut file, bytes) = AppendedFile::existing(path)?;
-        let text = String::from_utf8_lossy(&bytes);
-        if text.is_empty() || HEADER.starts_with(&*text) {
-            file.cut_back(0)?;
-            return Self::new(file);
+impl LogFormat for StepTable {
+    fn beginning() -> Vec<u8> {
+        HEADER.into()
+    }
+
+    fn kept(bytes: &[u8], last: usize) -> Result<Option<KeptLog>, &'static str> {
+        let text = String::from_utf8_lossy(bytes);
+        if HEADER.starts_with(&*text) {
+            return Ok(None);
         }
-        ensure_use!(
-            text.starts_with(HEADER),
-            "{} is no log of steps: name another file",
-            path.display()
-        );
+        if !text.starts_with(HEADER) {
+            return Err("is no log of steps: name another file");
+        }
         let kept = kept(&text, last);
-        file.cut_back(kept.iter().map(|line| line.len()).sum())?;
         let tested = kept.iter().rev().find(|line| line.contains(NOT_OF_A_TEST));
         let tested = tested.and_then(|line| step_of(line));
-        Ok(Self { file, tested })
+        Ok(Some(KeptLog { bytes: kept.iter().map(|line| line.len()).sum(), tested }))
     }
 
-    fn new(mut file: AppendedFile) -> Result<Self> {
-        file.append(HEADER.as_bytes());
-        Ok(Self { file, tested: None })
-    }
-
-    /// Adds a step.
-    pub(crate) fn step(&mut self, figures: &StepFigures<'_>) {
+    fn step(figures: &StepFigures<'_>) -> Vec<u8> {
         let StepFigures { step, epoch, learning_rate, record } = figures;
         let Record { loss, micro_batch, retries, .. } = record;
         let (samples_per_s, peak) = (figures.samples_per_s(), record.peak().0);
@@ -61,17 +43,11 @@ impl StepLog {
             "{step},{epoch},{loss:?},{learning_rate:?},{samples_per_s:.1},{peak},{micro_batch},\
              {retries},,\n"
         );
-        self.file.append(line.as_bytes());
+        line.into_bytes()
     }
 
-    /// Adds a test, unless it is there already.
-    pub(crate) fn test(&mut self, figures: &TestFigures) {
-        let TestFigures { step, epoch, loss, accuracy, .. } = figures;
-        if self.tested.replace(*step) == Some(*step) {
-            return;
-        }
-        let line = format!("{step},{epoch}{NOT_OF_A_TEST}{loss:?},{accuracy:?}\n");
-        self.file.append(line.as_bytes());
+    fn test(TestFigures { step, epoch, loss, accuracy, .. }: &TestFigures) -> Vec<u8> {
+        format!("{step},{epoch}{NOT_OF_A_TEST}{loss:?},{accuracy:?}\n").into_bytes()
     }
 }
 
@@ -89,9 +65,12 @@ fn step_of(line: &str) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Log;
     use super::super::tests::{step, test};
     use super::*;
     use std::fs;
+
+    type StepLog = Log<StepTable>;
 
     #[test]
     fn every_step_and_every_test_has_a_line() {

@@ -1,31 +1,28 @@
 //! Settings that several commands share, such as model and dtype, with the functions that apply them.
 
-mod evaluation_place;
 mod loss_model;
-mod memory;
 mod model;
-mod model_source;
-mod norm_statistics;
-mod number_type;
 pub mod words;
 
 use anyhow::{Result, ensure};
-use brimful::{Loss, World, device};
+use brimful::memory::{Arena, Memory};
+use brimful::nn::BatchNormPolicy;
+use brimful::{Bytes, Loss, MicroBatches, World, device};
 use brimful_torch::autograd;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::data::IGNORED;
-pub(crate) use evaluation_place::EvaluationPlace;
+use crate::exit::ensure_use;
+
+pub use crate::model::ModelSource;
 pub use loss_model::LossModel;
-pub use memory::{accounts, capacity, within};
 pub(crate) use model::{
     ANY_MODEL, ANY_MODELS, DROPOUT, IMAGE_MODELS, MODEL, SEQUENCE, TEXT_MODELS,
 };
 pub use model::{MODELS, ModelName};
-pub use model_source::ModelSource;
-pub use norm_statistics::NormStatistics;
-pub use number_type::NumberType;
 pub use words::{recompute, schedule};
 
 /// Implements `Display` as the value on the command line.
@@ -127,4 +124,124 @@ pub fn clear_gradients(store: &VarStore) -> Result<()> {
 /// Converts inputs to the model's dtype; token numbers stay integers.
 pub(crate) fn typed(inputs: &Tensor, kind: Kind) -> Tensor {
     if inputs.is_floating_point() { inputs.to_kind(kind) } else { inputs.shallow_clone() }
+}
+
+/// Precision of a model's parameters and activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NumberType {
+    F64,
+    F32,
+    /// f32, with matrix products in TF32 on CUDA
+    Tf32,
+    /// Parameters and activations in bf16
+    Bf16,
+}
+
+impl NumberType {
+    pub fn kind(self) -> Kind {
+        match self {
+            Self::F64 => Kind::Double,
+            Self::F32 | Self::Tf32 => Kind::Float,
+            Self::Bf16 => Kind::BFloat16,
+        }
+    }
+
+    /// Returns the dtype that holds weights stored in this one without loss.
+    pub(crate) fn holding(kind: Kind) -> Self {
+        match kind {
+            Kind::Double => Self::F64,
+            Kind::BFloat16 => Self::Bf16,
+            _ => Self::F32,
+        }
+    }
+
+    /// Sets CUDA's arithmetic for this dtype, in the whole process.
+    pub fn prepare(self, device: Device) -> Result<()> {
+        ensure_use!(
+            device != Device::Cpu || self != Self::Tf32,
+            "--dtype tf32 is for CUDA devices: use --dtype f32 on the CPU"
+        );
+        Ok(device::allow_tf32(matches!(self, Self::Tf32 | Self::Bf16))?)
+    }
+}
+
+shown_as_given!(NumberType);
+
+/// Returns the memory of each device with this limit; each CPU device has an account of its own.
+pub fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
+    let account = |(number, device): (usize, &Device)| {
+        let memory = match device {
+            Device::Cpu => Memory::Arena(Arena::new(&format!("device {number}"))),
+            accelerator => Memory::of(*accelerator)?,
+        };
+        within(memory, limit)
+    };
+    devices.iter().enumerate().map(account).collect()
+}
+
+/// Sets this limit on the memory, if there is one.
+pub fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
+    if let Some(limit) = limit {
+        memory.set_limit(Some(limit.0))?;
+    }
+    Ok(memory)
+}
+
+/// Returns the bytes that a model may use on the device; none without a limit.
+pub fn capacity(device: Device, limit: Option<Bytes>) -> Result<Option<Bytes>> {
+    match device {
+        Device::Cpu => Ok(limit),
+        accelerator => Ok(within(Memory::of(accelerator)?, limit)?.usage()?.available),
+    }
+}
+
+/// Statistics that BatchNorms normalise with in training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum NormStatistics {
+    /// Statistics of the whole mini-batch, whatever the micro-batch size; one device only
+    Exact,
+    /// Statistics of each micro-batch; running statistics are updated once per step
+    Deferred,
+    /// Statistics of each micro-batch; running statistics are updated at every micro-batch
+    PerMicroBatch,
+    /// Running statistics, which are not updated
+    Frozen,
+}
+
+shown_as_given!(NormStatistics);
+
+impl NormStatistics {
+    pub fn policy(self) -> BatchNormPolicy {
+        match self {
+            Self::Exact => BatchNormPolicy::Exact,
+            Self::Deferred => BatchNormPolicy::Deferred,
+            Self::PerMicroBatch => BatchNormPolicy::PerMicroBatch,
+            Self::Frozen => BatchNormPolicy::Frozen,
+        }
+    }
+}
+
+/// Device, memory and micro-batches of an evaluation.
+#[derive(Debug, Args)]
+pub(crate) struct EvaluationPlace {
+    #[arg(long, default_value = "auto", value_name = "N", help = words::ANY_MICRO_BATCH)]
+    #[arg(value_parser = words::micro_batch)]
+    pub(crate) micro_batch_size: MicroBatches,
+    #[arg(long, value_name = "BYTES", help = words::MEMORY_LIMIT)]
+    memory_limit: Option<Bytes>,
+    #[arg(long, value_name = "NAME", help = words::ANY_DEVICE)]
+    device: Option<String>,
+}
+
+impl EvaluationPlace {
+    /// Returns the chosen device.
+    pub(crate) fn device(&self) -> Result<Device> {
+        device(self.device.as_deref())
+    }
+
+    /// Returns the memory of this device within the limit.
+    pub(crate) fn memory(&self, device: Device) -> Result<Memory> {
+        within(Memory::of(device)?, self.memory_limit)
+    }
 }

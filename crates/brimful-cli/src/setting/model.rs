@@ -9,10 +9,10 @@ use brimful::Layers;
 use brimful_models::{AmoebaNet, Gpt, ResNet, UNet, gpt, mlp};
 use serde::{Serialize, Serializer};
 
+use super::NormStatistics;
+use super::words::did_you_mean;
 use crate::data::{self, Dataset, Sample, SampleWishes, Synthetic};
 use crate::exit::{wrong_content, wrong_use};
-use crate::nearest::did_you_mean;
-use crate::setting::NormStatistics;
 
 macro_rules! image_names {
     () => {

@@ -9,8 +9,6 @@ use std::thread;
 use brimful::MicroBatches;
 use brimful::schedule::{Recompute, Schedule};
 
-use crate::nearest::did_you_mean;
-
 pub const DEVICE: &str = "Device: cpu, cuda or cuda:1";
 
 /// Help of `--device` with a default.
@@ -161,6 +159,20 @@ fn whole_number(text: &str, range: RangeInclusive<u64>, wanted: &str) -> Result<
     })
 }
 
+/// Returns `; did you mean 'gpt2'?`, or nothing if no name is similar.
+pub(crate) fn did_you_mean<'a>(text: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+    nearest(text, known).map_or_else(String::new, |name| format!("; did you mean '{name}'?"))
+}
+
+/// Returns the known name with the fewest typos, if they are few.
+pub(crate) fn nearest<'a>(text: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    // Writing `_` for `-` does not count as a typo.
+    let text = text.replace('_', "-");
+    let slips = |name: &str| (strsim::damerau_levenshtein(&text, name), name.len());
+    let nearest = known.into_iter().min_by_key(|name| slips(name))?;
+    (slips(nearest).0 <= 1 + text.len() / 4).then_some(nearest)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -192,5 +204,14 @@ mod tests {
         for text in ["-1", "nan", "inf", "much"] {
             assert_eq!(not_negative(text), Err("give a number from 0 on".into()), "{text}");
         }
+    }
+
+    #[test]
+    fn a_slip_is_recognised_and_a_stranger_is_not() {
+        let known = ["gpipe", "1f1b", "interleaved"];
+        assert_eq!(did_you_mean("gpip", known), "; did you mean 'gpipe'?");
+        assert_eq!(did_you_mean("1b1f", known), "; did you mean '1f1b'?");
+        assert_eq!(nearest("micro_batchs", ["micro-batches", "micro-batch"]), Some("micro-batch"));
+        assert_eq!(did_you_mean("pony", known), "");
     }
 }

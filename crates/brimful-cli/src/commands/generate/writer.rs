@@ -1,24 +1,24 @@
 //! A language model that continues a text: its weights, their device, and its key-value cache.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use brimful::layers::Model;
 use brimful::pipeline::Offload;
 use brimful::schedule::Schedule;
 use brimful::{Layers, Pipeline};
-use brimful_models::pretrained::{AdapterFolder, Pretrained};
 use brimful_models::{KeyValueCache, gpt_with_cache};
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use super::GenerateOptions;
 use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
-use crate::fine_tune::{checked_tokenizer, unopened};
 use crate::generation_config::{GenerationConfig, Sampling};
+use crate::model::FineTune;
 use crate::named::Named;
 use crate::progress;
-use crate::saved_weights::SavedWeights;
+use crate::saved_weights::{SavedWeights, Weights};
 use crate::setting::{self, ModelSource, NumberType};
 use crate::tokenizer::Tokenizer;
 
@@ -28,7 +28,7 @@ pub(super) struct Writer {
     runner: TextRunner,
     cache: KeyValueCache,
     device: Device,
-    pub(super) tokenizer: Tokenizer,
+    pub(super) tokenizer: Arc<Tokenizer>,
     /// Tokens of the prompt.
     pub(super) prompt: Vec<i64>,
     /// Tokens that end the text.
@@ -37,6 +37,18 @@ pub(super) struct Writer {
     pub(super) sampling: Sampling,
     /// Number of tokens that the tokenizer knows. A model may have more, which stand for nothing.
     known: i64,
+}
+
+/// Description of a language model, before it is built.
+#[derive(Debug)]
+struct TextModel {
+    tokenizer: Arc<Tokenizer>,
+    /// Number of tokens that the model sees at once.
+    context: i64,
+    /// Tokens that end the text.
+    ends: Vec<i64>,
+    /// Settings of the model's folder.
+    told: GenerationConfig,
 }
 
 /// Place where the model runs.
@@ -50,79 +62,33 @@ enum TextRunner {
 
 impl Writer {
     pub(super) fn open(options: &GenerateOptions) -> Result<Self> {
-        match (&options.model, &options.weights) {
-            (Some(ModelSource::Folder(folder)), None) => Self::of_folder(folder, options),
-            (Some(ModelSource::Folder(_)), Some(_)) => Err(wrong_use(
-                "--weights is for a built-in model: a --model folder has its own weights",
-            )),
-            (_, Some(weights)) => Self::of_file(weights, options),
-            (_, None) => Err(wrong_use("no weights: give --weights FILE, or --model FOLDER")),
-        }
-    }
-
-    fn of_folder(folder: &Path, options: &GenerateOptions) -> Result<Self> {
-        let wrong =
-            |error: brimful_models::pretrained::PretrainedError| wrong_use(error.to_string());
-        let pretrained = Pretrained::open(folder).map_err(|error| unopened(folder, &error))?;
-        let config = pretrained.config();
-        let adapter = options.adapter.as_ref().map(|from| AdapterFolder::open(from, config));
-        let adapter = adapter.transpose().map_err(wrong)?;
-        let tokenizer = checked_tokenizer(&pretrained)?;
-        let told = GenerationConfig::read(folder)?;
-        let prompt = tokenizer.encode(&options.prompt)?;
-        let cache = cache(config.context(), &prompt, options);
-        let layers = config.layers_with_cache(&cache);
-        let layers = match &adapter {
-            Some(adapter) => layers.lora(adapter.lora()),
-            None => layers,
+        let GenerateOptions { model, weights, adapter, .. } = options;
+        let weights = Weights::open(model.as_ref(), weights.as_deref(), adapter.as_deref())?;
+        let TextModel { tokenizer, context, ends, told } = match &weights {
+            Weights::Folder(folder) => TextModel::of_folder(folder)?,
+            Weights::File(file, _) => TextModel::of_file(file, options)?,
         };
-        let stored = pretrained.stored_kind().unwrap_or(Kind::Float);
-        let (runner, device) = TextRunner::build(layers, stored, options)?;
-        let variables = runner.variables()?;
-        pretrained.load(&variables)?;
-        if let Some(adapter) = &adapter {
-            adapter.load(&variables).map_err(wrong)?;
-        }
-        if !told.left_out.is_empty() {
+        let prompt = tokenizer.encode(&options.prompt)?;
+        let known = tokenizer.vocabulary();
+        // As long as the prompt and the text to write, and at most as the model's context.
+        let cache = KeyValueCache::new(context.min((prompt.len() + options.tokens) as i64));
+        let layers = match &weights {
+            Weights::Folder(folder) => folder.layers_with_cache(&cache),
+            Weights::File(_, name) => {
+                let shape = name.text_shape(context, known, 0.0);
+                gpt_with_cache(&shape.map_err(|error| wrong_use(error.to_string()))?, &cache)
+            }
+        };
+        let (runner, device) = TextRunner::build(layers, weights.stored_kind(), options)?;
+        weights.put_into(runner.variables()?)?;
+        if let (Some(ModelSource::Folder(folder)), false) = (model, told.left_out.is_empty()) {
             let (folder, left_out) = (folder.display(), told.left_out.join(", "));
             progress::say(&format!(
                 "brimful: {folder}: generation_config.json's {left_out} is not applied"
             ));
         }
-        let mut ends = told.ends.unwrap_or_else(|| pretrained.end_tokens());
-        ends.extend(tokenizer.answer_ends());
-        let (known, sampling) = (tokenizer.vocabulary(), told.sampling.unwrap_or_default());
+        let sampling = told.sampling.unwrap_or_default();
         Ok(Self { runner, cache, device, tokenizer, prompt, ends, sampling, known })
-    }
-
-    fn of_file(path: &Path, options: &GenerateOptions) -> Result<Self> {
-        let flags = [("adapter", options.adapter.is_some()), ("from-host", options.from_host)];
-        ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")?;
-        let asked = match options.model {
-            Some(ModelSource::Named(name)) => Some(name),
-            _ => None,
-        };
-        let weights = SavedWeights::read(path)?;
-        let name = weights.model(asked)?;
-        let shown = path.display();
-        let no_gpt = || wrong_use(format!("{shown} has no weights of a gpt, which generate needs"));
-        let vocabulary = weights.rows("wte.weight").ok_or_else(no_gpt)?;
-        let context = weights.rows("wpe.weight").ok_or_else(no_gpt)?;
-        let tokenizer = Tokenizer::bytes();
-        let bytes = tokenizer.vocabulary();
-        ensure_use!(
-            vocabulary == bytes,
-            "{shown} has a vocabulary of {vocabulary} tokens: generate writes bytes, a vocabulary of {bytes}"
-        );
-        let prompt = tokenizer.encode(&options.prompt)?;
-        let cache = cache(context, &prompt, options);
-        let shape = name.text_shape(context, vocabulary, 0.0);
-        let shape = shape.map_err(|error| wrong_use(error.to_string()))?;
-        let layers = gpt_with_cache(&shape, &cache);
-        let (runner, device) = TextRunner::build(layers, weights.kind(), options)?;
-        weights.put_into(runner.variables()?, name)?;
-        let (ends, sampling) = (Vec::new(), Sampling::default());
-        Ok(Self { runner, cache, device, tokenizer, prompt, ends, sampling, known: vocabulary })
     }
 
     /// Returns the number of tokens that the model sees at once, in prompt and text.
@@ -151,9 +117,31 @@ impl Writer {
     }
 }
 
-/// Makes a cache for the prompt and the text to write, at most as long as the model's context.
-fn cache(context: i64, prompt: &[i64], options: &GenerateOptions) -> KeyValueCache {
-    KeyValueCache::new(context.min((prompt.len() + options.tokens) as i64))
+impl TextModel {
+    fn of_folder(folder: &FineTune) -> Result<Self> {
+        let mut told = folder.generation_config()?;
+        let tokenizer = Arc::clone(folder.tokenizer());
+        let mut ends = told.ends.take().unwrap_or_else(|| folder.end_tokens());
+        ends.extend(tokenizer.answer_ends());
+        Ok(Self { tokenizer, context: folder.context(), ends, told })
+    }
+
+    fn of_file(weights: &SavedWeights, options: &GenerateOptions) -> Result<Self> {
+        let flags = [("from-host", options.from_host)];
+        ensure_unsaid(&flags, "a model of a folder: give --model FOLDER")?;
+        let path = options.weights.as_deref().unwrap_or(Path::new(""));
+        let shown = path.display();
+        let no_gpt = || wrong_use(format!("{shown} has no weights of a gpt, which generate needs"));
+        let vocabulary = weights.rows("wte.weight").ok_or_else(no_gpt)?;
+        let context = weights.rows("wpe.weight").ok_or_else(no_gpt)?;
+        let tokenizer = Arc::new(Tokenizer::bytes());
+        let bytes = tokenizer.vocabulary();
+        ensure_use!(
+            vocabulary == bytes,
+            "{shown} has a vocabulary of {vocabulary} tokens: generate writes bytes, a vocabulary of {bytes}"
+        );
+        Ok(Self { tokenizer, context, ends: Vec::new(), told: GenerationConfig::default() })
+    }
 }
 
 impl TextRunner {

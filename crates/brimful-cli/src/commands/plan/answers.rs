@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::capacity::Capacity;
 use super::options::{MeasuredModel, PlainNumbers, PlanOptions};
-use super::stage_table::StageLine;
+use super::table::StageLine;
 use crate::config;
 use crate::exit::{ensure_use, wrong_use};
 use crate::files::text_of;

@@ -1,17 +1,20 @@
-//! Measurement of a model's layers.
+//! Measurement of a model's layers, and of the host: its memory and the host link.
 
 use anyhow::Result;
-use brimful::balance::Profile;
-use brimful::device;
-use brimful::internal::sums_apart;
+use brimful::balance::{self, Profile};
+use brimful::internal::{free_host_bytes, measure_host_link, sums_apart};
+use brimful::plan::Request;
+use brimful::{Bytes, device};
 use brimful_models::pretrained::Pretrained;
+use brimful_plan::schedule::HostLinkCost;
 use tch::Kind;
 
 use super::options::MeasuredModel;
 use crate::commands::train::{GradientDtype, Recipe};
 use crate::data::{self, Sample, Synthetic};
-use crate::fine_tune::unopened;
-use crate::measured;
+use crate::exit::ensure_use;
+use crate::model::unopened;
+use crate::progress::begin_measuring;
 use crate::setting::{DROPOUT, ModelSource, SEQUENCE, typed};
 
 /// Samples measured together: enough to separate the time of a sample from that of a call.
@@ -41,7 +44,8 @@ impl MeasuredModel {
         };
         let made_up = Synthetic { sample, train: SAMPLES, test: 1, seed: 0 };
         let batch = data::synthetic(&made_up)?.train.all()?.inputs;
-        let profile = measured::profile(&layers, device, &typed(&batch, self.kind()), self.kind())?;
+        let (inputs, advance) = (typed(&batch, self.kind()), begin_measuring(layers.len(), device));
+        let profile = balance::measure_of_kind(&layers, device, &inputs, self.kind(), advance)?;
         Ok((profile, tokens_per_sample))
     }
 
@@ -72,6 +76,40 @@ impl MeasuredModel {
             Some(_) => Ok(sums_apart(device::find(&self.device)?, self.kind())),
             None => Ok(true),
         }
+    }
+}
+
+impl MeasuredModel {
+    /// Allows offloading of stages that fit on no device, if the host's memory is known.
+    pub(super) fn host(&self, request: &mut Request<'_>) -> Result<()> {
+        let is_measured = self.model.is_some();
+        request.host_memory = match self.host_memory {
+            Some(memory) => Some(memory.0),
+            None if is_measured => Some(free_host_bytes()?),
+            None => None,
+        };
+        if is_measured {
+            request.host_link = measure_host_link(device::find(&self.device)?)?;
+        }
+        match self.given_host_link()? {
+            Some(host_link) => request.host_link = host_link,
+            None => ensure_use!(
+                is_measured || request.host_memory.is_none(),
+                "--host-memory with --profile needs --host-link too"
+            ),
+        }
+        Ok(())
+    }
+
+    fn given_host_link(&self) -> Result<Option<HostLinkCost>> {
+        ensure_use!(
+            self.host_link.len() <= 2 && !self.host_link.contains(&Bytes(0)),
+            "--host-link has a rate above 0 to the device, and one back where that differs"
+        );
+        let rates: Vec<_> = self.host_link.iter().map(|rate| rate.0 as f64).collect();
+        let Some((&inward, back)) = rates.split_first() else { return Ok(None) };
+        let outward = back.first().copied().unwrap_or(inward);
+        Ok(Some(HostLinkCost { inward, outward, both: inward.min(outward) }))
     }
 }
 

@@ -20,7 +20,7 @@ use crate::setting::NumberType;
 
 /// Bytes that a step needs at any micro-batch size.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct FixedBytes {
+struct FixedBytes {
     parameters: u64,
     gradients: u64,
     /// Bytes of the optimizer's state.
@@ -34,7 +34,7 @@ pub(super) struct FixedBytes {
 
 impl FixedBytes {
     /// Returns the bytes of a model and its optimizer, once the optimizer's state exists.
-    pub(super) fn of(store: &VarStore, method: &Method) -> Self {
+    fn of(store: &VarStore, method: &Method) -> Self {
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let mut trained = store.trainable_variables();
         trained.retain(Tensor::requires_grad);
@@ -79,7 +79,7 @@ const WITH_ACTIVATIONS: u64 = 2;
 
 /// Sizes of a model that advice depends on.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ModelSize {
+struct ModelSize {
     layers: usize,
     /// Least memory in the dtype of the run.
     least: LeastBytes,
@@ -88,7 +88,7 @@ pub(super) struct ModelSize {
 }
 
 impl ModelSize {
-    pub(super) fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
+    fn of(layers: &Layers, options: &TrainOptions) -> Result<Self> {
         let [least, narrow] = [options.dtype(), NumberType::Bf16]
             .map(|dtype| LeastBytes::of(layers, options, dtype.kind()));
         Ok(Self { layers: layers.len(), least: least?, narrow: narrow? })
@@ -152,12 +152,13 @@ fn listed(remedies: &[String]) -> String {
 /// Returns the error of a model that could not be built, with remedies if memory ran out.
 pub(super) fn of_building(
     error: anyhow::Error,
-    size: ModelSize,
+    layers: &Layers,
     options: &TrainOptions,
 ) -> anyhow::Error {
     if !ran_out(&error) {
         return error;
     }
+    let Ok(size) = ModelSize::of(layers, options) else { return error };
     // Nothing has run yet, so no activations are kept for a backward.
     let mut remedies = size.remedies(options, options.memory_limit);
     remedies.retain(|remedy| !remedy.contains("--recompute"));
@@ -167,7 +168,7 @@ pub(super) fn of_building(
 impl Trainer {
     /// Returns the error of a test, with a remedy for a non-finite loss.
     pub(super) fn advise_after_test(&self, cause: Error) -> anyhow::Error {
-        let (steps, learning_rate) = (self.steps_done(), self.rate);
+        let (steps, learning_rate) = (self.steps_done(), self.state.rate);
         match cause.non_finite() {
             Some(value) => anyhow::anyhow!(
                 "{value} in the test after step {steps}: the weights are broken; lower --learning-rate (it is \
@@ -186,8 +187,9 @@ impl Trainer {
             let remedy = self.fixed_remedy(oom).unwrap_or_else(|| self.smaller(*available, oom));
             return does_not_fit(format!("{}; {remedy}", oom.message));
         }
-        let remedies = |limit| listed(&self.size.remedies(&self.options, limit));
-        let remedy = |oom: &OutOfMemory| self.remedy(oom).unwrap_or_else(|| remedies(oom.limit));
+        let remedy = |oom: &OutOfMemory| {
+            self.remedy(oom).unwrap_or_else(|| listed(&self.remedies(oom.limit)))
+        };
         match cause.out_of_memory().map(remedy) {
             Some(remedy) => {
                 let told = format!("{}; {remedy}", without_remedy(&cause.to_string()));
@@ -195,6 +197,17 @@ impl Trainer {
             }
             None => cause.into(),
         }
+    }
+
+    /// Returns the bytes of a step that do not depend on the micro-batch size, if they are known.
+    fn fixed_bytes(&self) -> Option<FixedBytes> {
+        Some(FixedBytes::of(self.engine.store()?, &self.options.recipe.method()))
+    }
+
+    /// Lists the options that should make the model fit a device with this limit.
+    fn remedies(&self, limit: Option<Bytes>) -> Vec<String> {
+        let size = ModelSize::of(&self.layers, &self.options);
+        size.map(|size| size.remedies(&self.options, limit)).unwrap_or_default()
     }
 
     /// Says that a single sample does not fit, for a step whose fixed bytes are unknown.
@@ -205,12 +218,12 @@ impl Trainer {
         };
         format!(
             "a micro-batch of {least} does not fit into the {available} of free memory either: {}",
-            listed(&self.size.remedies(&self.options, oom.limit))
+            listed(&self.remedies(oom.limit))
         )
     }
 
     fn of_numbers(&self, value: &str) -> anyhow::Error {
-        let (epoch, step) = (self.epoch + 1, self.running.steps + 1);
+        let (epoch, step) = (self.state.epoch + 1, self.state.running.steps + 1);
         let learning_rate = self.learning_rate();
         anyhow::anyhow!(
             "{value} in epoch {epoch}, step {step}: this step was not applied; lower --learning-rate (it \
@@ -234,10 +247,10 @@ impl Trainer {
 
     /// Says that not even a single sample would fit, if the fixed bytes show it.
     fn fixed_remedy(&self, oom: &OutOfMemory) -> Option<String> {
-        let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
+        let (fixed, limit) = (self.fixed_bytes()?, oom.limit?);
         let fits_none = fixed.total() > limit.0 || self.most_that_fits(oom) == Some(0);
         fits_none.then(|| {
-            let mut remedies = self.size.remedies(&self.options, Some(limit));
+            let mut remedies = self.remedies(Some(limit));
             remedies.splice(1..1, self.smaller_state(&fixed, limit));
             format!(
                 "{fixed} at any micro-batch size, and the limit is {limit}: {}",
@@ -264,7 +277,7 @@ impl Trainer {
     /// Estimates the largest micro-batch that fits, from the bytes that the failed one needed. The estimate may be too
     /// large, because the failed one might have needed more later.
     fn most_that_fits(&self, oom: &OutOfMemory) -> Option<usize> {
-        let (fixed, limit) = (self.engine.fixed_bytes()?, oom.limit?);
+        let (fixed, limit) = (self.fixed_bytes()?, oom.limit?);
         let size = self.options.given_micro_batch(self.cut.largest())?;
         let needed = oom.in_use?.0 + oom.asked?.0;
         // The first step creates the optimizer's state.

@@ -1,6 +1,7 @@
-//! Progress of a training, for people and for programs.
+//! Progress of a training, for people and for programs; after an interruption, what is saved and how to resume.
 
-use std::{fmt, mem};
+use std::path::Path;
+use std::{env, fmt, mem};
 
 use anyhow::Result;
 use brimful::Bytes;
@@ -15,6 +16,7 @@ use crate::log_files::TestFigures;
 use crate::named::Named;
 use crate::output;
 use crate::progress::{self, Progress, Ticker};
+use crate::shell::quoted;
 
 /// A bar on the terminal and, for each epoch, a line on standard output.
 #[derive(Debug)]
@@ -47,7 +49,7 @@ impl Display {
         let samples = trainer.samples_to_do();
         Ok(Self {
             progress: Progress::new(samples, "samples").starting_at(trainer.samples_done()),
-            limit: trainer.engine.devices()?.into_iter().find_map(|device| device.limit),
+            limit: trainer.engine.devices().into_iter().find_map(|device| device.limit),
             said: 0,
         })
     }
@@ -61,7 +63,7 @@ impl Display {
     pub(super) fn step(&self, step: &Record, trainer: &Trainer) {
         let Record { loss, micro_batch, .. } = step;
         let epochs = trainer.options.length.epochs(trainer.steps());
-        let epoch = trainer.epoch + 1;
+        let epoch = trainer.state.epoch + 1;
         let peak = step.peak();
         let limit = self.limit.map_or_else(String::new, |limit| format!(" of {limit}"));
         self.progress.doing(format!(
@@ -186,5 +188,45 @@ impl fmt::Display for Epoch {
              {samples_per_s:5.0} samples/s  {peak}",
             test_accuracy * 100.0
         )
+    }
+}
+
+/// Says where the run stopped, and gives the command that resumes it.
+pub(super) fn story(trainer: &Trainer) -> String {
+    let (epochs, steps) = (trainer.state.epoch, trainer.state.running.steps);
+    let stopped = match steps {
+        0 => format!("interrupted after epoch {epochs}"),
+        _ => {
+            format!("interrupted after step {steps} of {} in epoch {}", trainer.steps(), epochs + 1)
+        }
+    };
+    let Some(place) = trainer.options.files.save.as_deref() else {
+        return format!("{stopped}; nothing was saved: give --save FILE to resume");
+    };
+    let shown = place.display();
+    if trainer.is_over() {
+        return format!("{stopped} and saved to {shown}; the training is complete");
+    }
+    let program = env::args().next().unwrap_or_else(|| "brimful".to_owned());
+    let command = command(&program, trainer.world.size(), place);
+    format!("{stopped} and saved to {shown}; resume with\n  {command}")
+}
+
+/// Returns the command that resumes a saved run over `ranks` ranks; the saved run has its own flags.
+fn command(program: &str, ranks: usize, place: &Path) -> String {
+    let launcher = if ranks > 1 { format!("mpirun -n {ranks} ") } else { String::new() };
+    let place = quoted(&place.to_string_lossy());
+    format!("{launcher}{} train --resume {place}", quoted(program))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_goes_on_from_the_saved_place() {
+        let place = Path::new("b c");
+        assert_eq!(command("brimful", 1, place), "brimful train --resume 'b c'");
+        assert_eq!(command("brimful", 4, place), "mpirun -n 4 brimful train --resume 'b c'");
     }
 }

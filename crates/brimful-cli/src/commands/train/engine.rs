@@ -1,100 +1,493 @@
-//! Interface between the training loop and its two engines, for whole models and for a pipeline, and code that both
-//! share.
+//! A model on its devices, with its optimizer: whole on each of them, or in stages as a pipeline.
 
-use anyhow::{Result, bail};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use brimful::memory::Memory;
 use brimful::micro::MemoryFormat;
-use brimful::pipeline::OffloadPlan;
+use brimful::optim::{Ema, Optimizer};
+use brimful::pipeline::{Builder, OffloadPlan};
+use brimful::save::Metadata;
 use brimful::schedule::Schedule;
-use brimful::{Layers, World, device};
+use brimful::{
+    Bytes, DeviceSpec, Layers, MicroBatcher, Pipeline, Replicas, StepReport, StepRng, World,
+    device, retry_on_oom,
+};
 use brimful_report::Record;
-use tch::{Device, Tensor};
+use tch::nn::{Path, VarStore};
+use tch::{Device, Kind, Tensor};
 
-use super::TrainOptions;
-use super::advice::FixedBytes;
 use super::offload::{self, MeasuredInputs};
-use super::pipelined::Pipelined;
-use super::updates::{Kept, Updates};
-use super::whole_model::WholeModel;
+use super::options::{GradientDtype, TrainOptions};
 use crate::data::Rows;
 use crate::exit::ensure_use;
-use crate::named::{Comparison, Named};
+use crate::named::{Comparison, Named, put};
 use crate::progress::Ticker;
-use crate::setting::{MeanOver, NormStatistics};
+use crate::setting::{
+    LossModel, MeanOver, NormStatistics, accounts, mean_loss, right, typed, within,
+};
 
 /// A model on its devices, with its optimizer.
-pub(super) trait TrainingEngine: std::fmt::Debug {
-    /// Returns the updates of the model. All ranks take part when their state is read.
-    fn updates(&self) -> &Updates;
+#[derive(Debug)]
+pub(super) struct Engine {
+    runner: Runner,
+    optimizer: Optimizer,
+    /// Averages of the weights, if they are wanted.
+    averages: Option<Ema>,
+    clip_norm: Option<f64>,
+    /// Dtype of parameters and activations.
+    kind: Kind,
+    over: MeanOver,
+    /// Memory of the first device of a whole model, which holds the optimizer's state.
+    memory: Option<Memory>,
+    /// Memory limit of each device, if there is one.
+    limit: Option<Bytes>,
+    /// Devices of this rank.
+    devices: Vec<Device>,
+    ranks: usize,
+    replicas: usize,
+    /// Description of the offloading; empty if no stage is offloaded.
+    offload_text: String,
+    /// True if micro-batches may run as CUDA graphs.
+    cuda_graphs: bool,
+}
 
-    fn updates_mut(&mut self) -> &mut Updates;
+/// Part of the library that runs the steps.
+#[derive(Debug)]
+enum Runner {
+    /// The whole model on one device.
+    One { micro: Box<MicroBatcher>, model: LossModel, store: VarStore },
+    /// The whole model on each of several devices.
+    Several(Box<Replicas<LossModel>>),
+    /// The model in stages.
+    Staged(Box<Pipeline>),
+}
+
+/// Saved state beside a model: the optimizer's, and that of the weight averages if there are any.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    pub(super) optimizer: (Named, Metadata),
+    pub(super) averages: Option<(Named, Metadata)>,
+}
+
+impl Engine {
+    /// Builds the engine that the options ask for, with the model's initial parameters; `inputs` returns a micro-batch
+    /// to measure layers with.
+    pub(super) fn new(
+        layers: Layers,
+        world: &World,
+        options: &TrainOptions,
+        over: MeanOver,
+        mut inputs: impl FnMut() -> Result<MeasuredInputs>,
+    ) -> Result<Self> {
+        let stages = &options.stages;
+        ensure_use!(
+            over == MeanOver::Samples || !stages.update_in_backward,
+            "--update-in-backward needs a loss over all tokens; with conversations only the answers count: remove the flag"
+        );
+        let whole = options.ranks.whole_models(world);
+        let each = options.ranks.devices_of_pipeline(world, stages);
+        let offload = offload::settle(&layers, each, world, options, &mut inputs)?;
+        let is_exact = options.batch_norm == Some(NormStatistics::Exact);
+        // Exact BatchNorms have a barrier across micro-batches, which needs a pipeline, even on one device.
+        let is_cut = is_exact || stages.stages.is_some() || !matches!(offload, OffloadPlan::Device);
+        match whole.filter(|_| !is_cut) {
+            Some(each) => Self::whole(layers, each, world, options, over),
+            None => Self::staged(layers, world, options, over, offload, inputs),
+        }
+    }
+
+    /// Builds `each` replicas of the whole model in each rank.
+    fn whole(
+        layers: Layers,
+        each: usize,
+        world: &World,
+        options: &TrainOptions,
+        over: MeanOver,
+    ) -> Result<Self> {
+        let devices = options.devices(world, each)?;
+        let accounts = match devices[..] {
+            // The account of a single device has the device's own name.
+            [only] => vec![within(Memory::of(only)?, options.memory_limit)?],
+            _ => accounts(&devices, options.memory_limit)?,
+        };
+        let memory = accounts[0].clone();
+        let limit = memory.usage()?.limit;
+        let layers = layers.kind(options.dtype().kind());
+        let runner = match each {
+            1 => Runner::one(&layers, devices[0], memory.clone(), world, options)?,
+            _ => Runner::several(layers, accounts, world, options)?,
+        };
+        let cuda_graphs = devices[0].is_cuda() && !options.no_cuda_graphs;
+        let _inside = memory.enter();
+        let engine = Self::of(runner, devices, limit, world, options, over)?;
+        Ok(Self { memory: Some(memory.clone()), cuda_graphs, ..engine })
+    }
+
+    /// Builds a pipeline. Resident stages are balanced by the times of their layers for `inputs`. A fully offloaded
+    /// model is cut as finely as possible, and a planned one as planned.
+    fn staged(
+        layers: Layers,
+        world: &World,
+        options: &TrainOptions,
+        over: MeanOver,
+        offload: OffloadPlan,
+        inputs: impl FnOnce() -> Result<MeasuredInputs>,
+    ) -> Result<Self> {
+        let each = options.ranks.devices_of_pipeline(world, &options.stages);
+        let devices = options.devices(world, options.ranks.devices(world, &options.stages)?)?;
+        let offload_text = match &offload {
+            OffloadPlan::Device => String::new(),
+            offload => format!(", {offload}"),
+        };
+        let builder = offload::builder(offload, layers, each, options, inputs)?;
+        let builder = set_up(builder, world, options)?;
+        let mut pipeline = builder.build().context("the pipeline cannot be built")?;
+        pipeline.trace_transfers(options.is_recorded());
+        let limit = match devices[0] {
+            Device::Cpu => options.memory_limit,
+            accelerator => Memory::of(accelerator)?.usage()?.limit,
+        };
+        let runner = Runner::Staged(Box::new(pipeline));
+        let engine = Self::of(runner, devices, limit, world, options, over)?;
+        Ok(Self { offload_text, ..engine })
+    }
+
+    /// Adds the optimizer, and averages of the weights if they are wanted.
+    fn of(
+        mut runner: Runner,
+        devices: Vec<Device>,
+        limit: Option<Bytes>,
+        world: &World,
+        options: &TrainOptions,
+        over: MeanOver,
+    ) -> Result<Self> {
+        let recipe = &options.recipe;
+        let (mut optimizer, averages) = match (&mut runner, recipe.ema) {
+            (Runner::Staged(pipeline), ema) => {
+                let optimizer = pipeline.optimizer(recipe.method())?;
+                (optimizer, ema.map(|decay| pipeline.ema(decay)).transpose()?)
+            }
+            (Runner::One { store, .. }, ema) => of_store(store, ema, options)?,
+            (Runner::Several(replicas), ema) => of_store(replicas.store(), ema, options)?,
+        };
+        optimizer.decay_only_matrices()?;
+        Ok(Self {
+            runner,
+            optimizer,
+            averages: averages.map(|averages| averages.warmup(true)),
+            clip_norm: recipe.clip_norm,
+            kind: options.dtype().kind(),
+            over,
+            memory: None,
+            limit,
+            devices,
+            ranks: world.size(),
+            replicas: options.ranks.replicas,
+            offload_text: String::new(),
+            cuda_graphs: false,
+        })
+    }
+
+    pub(super) fn set_learning_rate(&mut self, rate: f64) -> brimful::Result<()> {
+        self.optimizer.set_learning_rate(rate)
+    }
 
     /// Trains on mini-batches of inputs and targets that make one step together; `ticker` counts samples as their
     /// losses are computed.
-    fn step(
+    pub(super) fn step(
         &mut self,
         batches: Vec<(Rows, Rows)>,
         ticker: Option<Ticker>,
-    ) -> brimful::Result<Record>;
+    ) -> brimful::Result<Record> {
+        let start = Instant::now();
+        // A CUDA graph does not call the closure when it replays, and a captured closure must do nothing on the host.
+        let ticker = ticker.filter(|_| !self.cuda_graphs);
+        let step = self.backward(batches, ticker)?;
+        let Self { optimizer, averages, memory, .. } = self;
+        // Each by itself: a retry repeats its closure.
+        if let Some(length) = self.clip_norm {
+            retried(memory.as_ref(), || optimizer.clip_gradient_norm(length))?;
+        }
+        retried(memory.as_ref(), || optimizer.step())?;
+        if let Some(averages) = averages {
+            retried(memory.as_ref(), || averages.update())?;
+        }
+        optimizer.zero_grad()?;
+        let mut record = Record { time: start.elapsed(), ..Record::from(step) };
+        if let (Some(memory), Some(Some(first))) = (memory, record.peaks.first_mut()) {
+            // The optimizer's step used the same memory.
+            *first = (*first).max(memory.usage()?.peak);
+        }
+        Ok(record)
+    }
+
+    /// Computes the gradient of all these mini-batches together.
+    fn backward(
+        &mut self,
+        batches: Vec<(Rows, Rows)>,
+        ticker: Option<Ticker>,
+    ) -> brimful::Result<StepReport> {
+        let (kind, over) = (self.kind, self.over);
+        let own = ticker.clone();
+        let of_model = move |model: &LossModel, (x, y): (Rows, Rows)| {
+            count(own.as_ref(), &y);
+            model.loss(&typed(&x, kind), &y, true)
+        };
+        let of_outputs = move |out: Tensor, y: &Rows| {
+            count(ticker.as_ref(), y);
+            mean_loss(&out, y, over)
+        };
+        let batches = match &self.runner {
+            // A pipeline takes inputs in the model's dtype; the others convert each micro-batch on its device.
+            Runner::Staged(_) => batches.into_iter().map(|(x, y)| (x.typed(kind), y)).collect(),
+            _ => batches,
+        };
+        match (&mut self.runner, &batches[..]) {
+            (Runner::One { micro, model, .. }, [batch]) => {
+                micro.backward(batch, |part| of_model(model, part))
+            }
+            (Runner::One { micro, model, .. }, batches) => {
+                for batch in batches {
+                    micro.accumulate(batch, |part| of_model(model, part))?;
+                }
+                micro.commit()
+            }
+            (Runner::Several(replicas), [batch]) => replicas.backward(batch, of_model),
+            (Runner::Several(replicas), batches) => {
+                for batch in batches {
+                    replicas.accumulate(batch, of_model.clone())?;
+                }
+                replicas.commit()
+            }
+            (Runner::Staged(pipeline), [(x, y)]) => pipeline.backward(x, y, of_outputs),
+            (Runner::Staged(pipeline), batches) => {
+                for (x, y) in batches {
+                    pipeline.accumulate(x, y, of_outputs.clone())?;
+                }
+                pipeline.commit()
+            }
+        }
+    }
 
     /// Returns the loss over the samples of all ranks, and which of this rank's predictions are right.
-    fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)>;
+    pub(super) fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
+        if let Some(averages) = &mut self.averages {
+            retried(self.memory.as_ref(), || averages.swap_in())?;
+        }
+        let tested = self.evaluate(batch);
+        // Swaps back even after an error: training continues with the weights themselves.
+        self.averages.as_mut().map_or(Ok(()), Ema::swap_out)?;
+        tested.map(|step| (step.loss, step.outputs))
+    }
+
+    fn evaluate(&mut self, batch: (Rows, Rows)) -> brimful::Result<StepReport<Tensor>> {
+        let (kind, over) = (self.kind, self.over);
+        let judged =
+            move |model: &LossModel, (x, y): (Rows, Rows)| model.judge(&typed(&x, kind), &y);
+        match &mut self.runner {
+            Runner::One { micro, model, .. } => micro.evaluate(&batch, |part| judged(model, part)),
+            Runner::Several(replicas) => replicas.evaluate(&batch, judged),
+            Runner::Staged(pipeline) => {
+                let (x, y) = batch;
+                pipeline.evaluate(&x.typed(kind), &y, move |out: Tensor, y: &Rows| {
+                    (mean_loss(&out, y, over), right(&out, y))
+                })
+            }
+        }
+    }
 
     /// Returns parameters and statistics by their layers' names; changes to them change the model. In a pipeline over
     /// ranks, the first rank gets copies of the other ranks' variables.
-    fn variables(&self) -> Result<Named>;
+    pub(super) fn variables(&self) -> Result<Named> {
+        Ok(match (&self.runner, self.store()) {
+            (Runner::Staged(pipeline), _) => pipeline.variables()?,
+            (_, store) => store.into_iter().flat_map(VarStore::variables).collect(),
+        })
+    }
 
-    /// Loads the state that another run has saved. Changes nothing if it does not fit.
-    fn load(&mut self, model: Named, kept: &Kept) -> Result<()>;
+    /// Returns the state to save beside the variables. All ranks take part.
+    pub(super) fn kept(&self) -> Result<Kept> {
+        let averages = self.averages.as_ref().map(Ema::state).transpose()?;
+        Ok(Kept { optimizer: self.optimizer.state()?, averages })
+    }
 
-    /// Returns the bytes of a step that do not depend on the micro-batch size, if they are known.
-    fn fixed_bytes(&self) -> Option<FixedBytes> {
-        None
+    /// Loads the state that another run has saved; averages are left out if there are none on one side. Changes nothing
+    /// if it does not fit.
+    pub(super) fn load(&mut self, model: Named, kept: &Kept) -> Result<()> {
+        let here = self.variables()?;
+        // Over several ranks, a pipeline checks: it knows the other ranks' variables.
+        if self.ranks == 1 || self.store().is_some() {
+            check_model(&here, &model)?;
+        }
+        let Self { optimizer, averages, memory, .. } = self;
+        // Loads the state into the memory account in which the first step would create it, so that the limit counts
+        // it.
+        let (state, texts) = &kept.optimizer;
+        retried(memory.as_ref(), || optimizer.load_state(state, texts))?;
+        if let (Some(averages), Some((state, texts))) = (averages, &kept.averages) {
+            retried(memory.as_ref(), || averages.load_state(state, texts))?;
+        }
+        match &mut self.runner {
+            Runner::Staged(pipeline) => Ok(pipeline.set_variables(model)?),
+            _ => put(here, model),
+        }
+    }
+
+    /// Returns the variables of a whole model.
+    pub(super) fn store(&self) -> Option<&VarStore> {
+        match &self.runner {
+            Runner::One { store, .. } => Some(store),
+            Runner::Several(replicas) => Some(replicas.store()),
+            Runner::Staged(_) => None,
+        }
     }
 
     /// Returns the schedule of a model in stages.
-    fn schedule(&self) -> Option<Schedule> {
-        None
+    pub(super) fn schedule(&self) -> Option<Schedule> {
+        match &self.runner {
+            Runner::Staged(pipeline) => Some(pipeline.schedule()),
+            _ => None,
+        }
     }
 
     /// Returns whether any stage is offloaded.
-    fn uses_host(&self) -> bool {
-        false
+    pub(super) fn uses_host(&self) -> bool {
+        !self.offload_text.is_empty()
     }
 
     /// Describes the devices that the model trains on.
-    fn place(&self) -> String;
+    pub(super) fn place(&self) -> String {
+        let Self { ranks, replicas, offload_text, .. } = self;
+        let names = names(&self.devices);
+        let Runner::Staged(pipeline) = &self.runner else {
+            let replicas = match self.devices.len() {
+                1 => format!("on {names}"),
+                count => format!("in {count} replicas on {names}"),
+            };
+            return match ranks {
+                1 => replicas,
+                ranks => format!("{replicas} in each of {ranks} ranks"),
+            };
+        };
+        let (schedule, sizes) = (pipeline.schedule(), pipeline.balance().sizes());
+        let stages = format!(
+            "in {} stages of {sizes:?} layers on {names}, {schedule}{offload_text}",
+            sizes.len()
+        );
+        match ranks {
+            1 if *replicas == 1 => stages,
+            1 => format!("{stages}; {replicas} replicas"),
+            _ => format!("{stages}; {ranks} ranks, {replicas} replicas"),
+        }
+    }
 
-    /// Returns the devices whose peaks the steps report, with their memory limits.
-    fn devices(&self) -> Result<Vec<brimful_report::Device>>;
+    /// Lists the devices whose peaks the steps report, with their memory limits.
+    pub(super) fn devices(&self) -> Vec<brimful_report::Device> {
+        let names = match (&self.runner, &self.devices[..]) {
+            (Runner::Staged(pipeline), _) => numbered(pipeline.devices().len() * self.ranks),
+            (_, [only]) => vec![device::name(*only)],
+            (_, several) => numbered(several.len()),
+        };
+        let device = |name| brimful_report::Device { name, limit: self.limit };
+        names.into_iter().map(device).collect()
+    }
 }
 
-/// Builds the engine that the options ask for; `inputs` returns a micro-batch to measure layers with.
-pub(super) fn build(
-    layers: Layers,
-    world: &World,
-    options: &TrainOptions,
-    over: MeanOver,
-    mut inputs: impl FnMut() -> Result<MeasuredInputs>,
-) -> Result<Box<dyn TrainingEngine>> {
+impl Runner {
+    fn one(
+        layers: &Layers,
+        device: Device,
+        memory: Memory,
+        world: &World,
+        options: &TrainOptions,
+    ) -> Result<Self> {
+        let _inside = memory.enter();
+        let store = VarStore::new(device);
+        let built = LossModel::build_with_rng(layers, &store.root(), StepRng::of_first_values()?);
+        let model = built.context("the model cannot be built")?;
+        let micro = MicroBatcher::new(&store, options.size())
+            .memory(memory.clone())
+            .reserve(options.recipe.method())
+            .cuda_graphs(device.is_cuda() && !options.no_cuda_graphs)
+            .memory_format(memory_format(device))
+            .join(world)?;
+        Ok(Self::One { micro: Box::new(micro), model, store })
+    }
+
+    fn several(
+        layers: Layers,
+        accounts: Vec<Memory>,
+        world: &World,
+        options: &TrainOptions,
+    ) -> Result<Self> {
+        let each = accounts.len();
+        let accounts = accounts.into_iter().map(DeviceSpec::from);
+        let first = StepRng::of_first_values()?;
+        // Replicas return a panic's message as an error, and recognise an out-of-memory one.
+        let build = move |root: &Path<'_>| {
+            let built = LossModel::build_with_rng(&layers, root, first);
+            built.unwrap_or_else(|error| panic!("{error}"))
+        };
+        let mut replicas =
+            Replicas::new(accounts, options.size(), build).context("the model cannot be built")?;
+        // The devices are alike, and a split by measured speed would make results depend on timing.
+        replicas.set_speeds(&vec![1.0; each])?;
+        let device = replicas.device();
+        let replicas = replicas
+            .cuda_graphs(device.is_cuda() && !options.no_cuda_graphs)
+            .memory_format(memory_format(device))
+            .reserve(options.recipe.method())
+            .join(world)?;
+        Ok(Self::Several(Box::new(replicas)))
+    }
+}
+
+/// Sets devices, dtype, micro-batches and the like of a pipeline as the options say.
+pub(super) fn set_up(builder: Builder, world: &World, options: &TrainOptions) -> Result<Builder> {
     let stages = &options.stages;
-    ensure_use!(
-        over == MeanOver::Samples || !stages.update_in_backward,
-        "--update-in-backward needs a loss over all tokens; with conversations only the answers count: remove the flag"
-    );
-    let whole = options.ranks.whole_models(world);
-    let each = options.ranks.devices_of_pipeline(world, stages);
-    let offload = offload::settle(&layers, each, world, options, &mut inputs)?;
-    let is_exact = options.batch_norm == Some(NormStatistics::Exact);
-    // Exact BatchNorms have a barrier across micro-batches, which needs a pipeline, even on one device.
-    let is_cut = is_exact || stages.stages.is_some() || !matches!(offload, OffloadPlan::Device);
-    Ok(match whole.filter(|_| !is_cut) {
-        Some(each) => Box::new(WholeModel::new(layers, each, world, options)?),
-        None => Box::new(Pipelined::new(layers, world, options, over, offload, inputs)?),
+    let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
+    let builder = builder
+        .devices(accounts(&devices, options.memory_limit)?.into_iter().map(DeviceSpec::from))
+        .world(world)
+        .replicas(options.ranks.replicas)
+        .kind(options.dtype().kind())
+        .memory_format(memory_format(devices[0]))
+        .reserve(options.recipe.method())
+        .micro_batches(options.size())
+        .update_in_backward(stages.update_in_backward);
+    let builder = stages.recompute.into_iter().fold(builder, Builder::recompute);
+    Ok(match stages.offload_gradients {
+        GradientDtype::F32 => builder,
+        GradientDtype::Bf16 => builder.offload_gradients(Kind::BFloat16),
     })
 }
 
+/// Makes the optimizer of a whole model's variables, and averages of them with this decay.
+fn of_store(
+    store: &VarStore,
+    ema: Option<f64>,
+    options: &TrainOptions,
+) -> Result<(Optimizer, Option<Ema>)> {
+    let optimizer = Optimizer::new(store, options.recipe.method())?;
+    let averages = ema.map(|decay| Ema::new(store, decay)).transpose()?;
+    Ok((optimizer.cuda_graphs(!options.no_cuda_graphs), averages))
+}
+
+/// Runs work of the optimizer in the memory of a whole model, and once more if memory ran out. The stages of a pipeline
+/// have memories of their own.
+fn retried<T>(
+    memory: Option<&Memory>,
+    mut work: impl FnMut() -> brimful::Result<T>,
+) -> brimful::Result<T> {
+    match memory {
+        Some(memory) => retry_on_oom(memory, work),
+        None => work(),
+    }
+}
+
 /// Checks that the saved tensors are exactly the model's.
-pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
+fn check_model(here: &Named, saved: &Named) -> Result<()> {
     let saved = saved.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
     match Comparison::new(here, saved.collect()).differences() {
         Some(differences) => bail!("it is of another model: {differences}"),
@@ -103,20 +496,25 @@ pub(super) fn check_model(here: &Named, saved: &Named) -> Result<()> {
 }
 
 /// Returns the memory format of images and convolutions on a device.
-pub(super) fn memory_format(device: Device) -> MemoryFormat {
+fn memory_format(device: Device) -> MemoryFormat {
     if device.is_cuda() { MemoryFormat::Measured } else { MemoryFormat::AsIs }
 }
 
 /// Counts the samples of a micro-batch with these targets.
-pub(super) fn count(ticker: Option<&Ticker>, targets: &Tensor) {
+fn count(ticker: Option<&Ticker>, targets: &Tensor) {
     if let Some(ticker) = ticker {
         ticker.advance(targets.size().first().map_or(1, |samples| *samples as usize));
     }
 }
 
 /// Joins the devices' names, without repeats.
-pub(super) fn names(devices: &[Device]) -> String {
+fn names(devices: &[Device]) -> String {
     let mut names: Vec<String> = devices.iter().map(|place| device::name(*place)).collect();
     names.dedup();
     names.join(", ")
+}
+
+/// Returns the names that a pipeline's and several replicas' devices have in reports.
+fn numbered(devices: usize) -> Vec<String> {
+    (0..devices).map(|number| format!("device {number}")).collect()
 }

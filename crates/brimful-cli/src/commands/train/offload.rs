@@ -11,9 +11,9 @@ use clap::ValueEnum;
 use tch::{Device, Kind, Tensor};
 
 use super::TrainOptions;
-use super::pipelined;
+use super::engine;
 use crate::exit::{ensure_use, ran_out};
-use crate::measured;
+use crate::progress::begin_measuring;
 use crate::setting::{NormStatistics, capacity, loss, shown_as_given, typed};
 
 /// Value of `--offload`.
@@ -92,10 +92,10 @@ fn plan(
     let recipe = &options.recipe;
     let copies = usize::from(recipe.accumulate > 1) + usize::from(recipe.ema.is_some());
     let sample = (&inputs.micro_batch, &inputs.targets);
-    let builder = pipelined::set_up(Pipeline::builder(layers.clone()), world, options)?
+    let builder = engine::set_up(Pipeline::builder(layers.clone()), world, options)?
         .offload(Offload::Auto { gpu: None, host: None })
         .sample(sample, loss, inputs.batch_size);
-    Ok(builder.plan_offload(copies, measured::begin(layers.len() + 1, device))?)
+    Ok(builder.plan_offload(copies, begin_measuring(layers.len() + 1, device))?)
 }
 
 /// Makes a builder of a pipeline over `devices` devices, balanced and offloaded as decided.

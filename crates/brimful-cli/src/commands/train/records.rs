@@ -5,31 +5,32 @@ use brimful::schedule::Recompute;
 use brimful::{MicroBatches, libtorch, save};
 use brimful_report::{Device, Ended, Recorder};
 
-use super::engine::TrainingEngine;
-use super::{BatchSize, TrainOptions, Trainer};
+use super::engine::Engine;
+use super::{BatchSize, TrainOptions};
+use crate::commands::report::write_page;
 use crate::data::Dataset;
-use crate::{calendar, page, shell};
+use crate::{calendar, shell};
 
 /// Makes a recorder with the run's settings and devices.
 pub(super) fn recorder(
     options: &TrainOptions,
-    engine: &dyn TrainingEngine,
+    engine: &Engine,
     dataset: &Dataset,
     in_epoch: usize,
-) -> Result<Recorder> {
+) -> Recorder {
     let mut recorder = Recorder::new(format!("{} {}", options.model, engine.place()));
     for (name, value) in settings(options, engine, dataset, in_epoch) {
         recorder.setting(name, value);
     }
-    for Device { name, limit } in engine.devices()? {
+    for Device { name, limit } in engine.devices() {
         recorder.device(name, limit);
     }
-    Ok(recorder)
+    recorder
 }
 
 fn settings(
     options: &TrainOptions,
-    engine: &dyn TrainingEngine,
+    engine: &Engine,
     dataset: &Dataset,
     in_epoch: usize,
 ) -> Vec<(&'static str, String)> {
@@ -87,14 +88,8 @@ fn size(size: MicroBatches) -> String {
     }
 }
 
-/// Returns whether any record of the run is requested.
-pub(super) fn are_wanted(options: &TrainOptions) -> bool {
-    let files = [&options.stages.trace, &options.files.record, &options.files.report];
-    files.into_iter().any(Option::is_some)
-}
-
 /// Writes the requested files, as far as the run went.
-pub(super) fn write(Trainer { recorder, options, .. }: &Trainer, ended: Ended) -> Result<()> {
+pub(super) fn write(recorder: &Recorder, options: &TrainOptions, ended: Ended) -> Result<()> {
     if let (Some(path), Some(ran)) = (&options.stages.trace, recorder.last()) {
         save::replace(path, ran.trace().as_bytes())?;
     }
@@ -106,7 +101,7 @@ pub(super) fn write(Trainer { recorder, options, .. }: &Trainer, ended: Ended) -
         run.write(path)?;
     }
     if let Some(path) = &options.files.report {
-        page::write(path, &run)?;
+        write_page(path, &run)?;
     }
     Ok(())
 }

@@ -3,34 +3,28 @@
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
-use std::str::FromStr;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use brimful::save::{self, Metadata, WrittenFile};
 use brimful_models::pretrained::{RUN_FILE, is_adapter};
 
+use super::Trainer;
+use super::engine::Kept;
 use super::moved::{self, Content};
-use super::running::Running;
-use super::tested::TestsSoFar;
-use super::updates::Kept;
-use super::{TrainOptions, Trainer};
+use super::run_state::{RunState, Running};
+use crate::config::run_flags;
+use crate::exit::wrong_use;
 use crate::files::folder_of;
-use crate::fine_tune::FineTune;
-use crate::named::Named;
+use crate::model::FineTune;
+use crate::named::{self, Comparison, Named};
 use crate::progress;
 use crate::saved_weights::{
-    AVERAGES, CLASSES, EPOCH, OPTIMIZER, PIXELS, model_alone, run_file, taken,
+    AVERAGES, CLASSES, EPOCH, OPTIMIZER, PIXELS, SavedWeights, model_alone, run_file, taken,
 };
 
-/// Metadata key of the steps done in the current epoch.
-const STEP: &str = "step";
-/// Metadata key of the part of the epoch's loss that these steps contributed.
-const LOSS: &str = "loss";
 /// Metadata key of the number of samples in an epoch.
 const SAMPLES: &str = "samples";
-/// Metadata key of the peak learning rate.
-const LEARNING_RATE: &str = "learning-rate";
 
 /// A run as it is after a step. It shares the trainer's tensors, which the next step changes.
 #[derive(Debug)]
@@ -84,7 +78,7 @@ impl SavedRun {
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| folder.writes(name));
         if trainer.options.recipe.ema.is_some() {
-            let averages = trainer.engine.updates().kept()?.averages.map(|(averages, _)| averages);
+            let averages = trainer.engine.kept()?.averages.map(|(averages, _)| averages);
             let mut averages: HashMap<_, _> = averages.unwrap_or_default().into_iter().collect();
             for (name, tensor) in &mut tensors {
                 *tensor = averages.remove(name).unwrap_or_else(|| tensor.shallow_clone());
@@ -95,24 +89,19 @@ impl SavedRun {
 
     /// Takes the whole run; of the model, only the wanted tensors.
     fn of_run(trainer: &Trainer, is_wanted: impl Fn(&str) -> bool) -> Result<Self> {
-        let Kept { optimizer, averages } = trainer.engine.updates().kept()?;
+        let Kept { optimizer, averages } = trainer.engine.kept()?;
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| is_wanted(name));
-        let mut metadata = told(&trainer.options);
+        let mut metadata = run_flags::shared_metadata(&trainer.options);
         let kept = [(OPTIMIZER, Some(optimizer)), (AVERAGES, averages)];
         for (prefix, (state, texts)) in kept.into_iter().filter_map(|(p, kept)| Some((p, kept?))) {
             tensors.extend(state.into_iter().map(|(name, t)| (format!("{prefix}{name}"), t)));
             metadata.extend(texts.into_iter().map(|(key, text)| (format!("{prefix}{key}"), text)));
         }
-        metadata.insert(EPOCH.into(), trainer.epoch.to_string());
-        metadata.insert(STEP.into(), trainer.running.steps.to_string());
         metadata.insert(SAMPLES.into(), trainer.dataset.train.len().to_string());
-        // Debug format, which parses back to the same bits.
-        metadata.insert(LOSS.into(), format!("{:?}", trainer.running.loss));
-        metadata.insert(LEARNING_RATE.into(), format!("{:?}", trainer.rate));
         metadata.extend(class_names(trainer)?.map(|names| (CLASSES.into(), names)));
         metadata.extend(trainer.dataset.pixels.map(|scale| (PIXELS.into(), scale.to_string())));
-        metadata.extend(trainer.tests.told());
+        metadata.extend(trainer.state.told());
         metadata.extend(trainer.contents.clone());
         trainer.options.given.tell(&mut metadata);
         Ok(Self { tensors, metadata, model: None })
@@ -140,12 +129,9 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     let (tensors, metadata) = save::read(&file)?;
     ensure!(metadata.contains_key(EPOCH), "{}", weights_alone(path));
     check_told(&metadata, trainer)?;
-    let epoch = number(&metadata, EPOCH)?;
     let recipe = &trainer.options.recipe;
-    let rate = recipe.learning_rate.map_or_else(|| number(&metadata, LEARNING_RATE), Ok)?;
-    let running = Running::going_on(number(&metadata, STEP)?, number(&metadata, LOSS)?);
-    check_data(&metadata, &running, trainer)?;
-    let tests = TestsSoFar::read(&metadata);
+    let state = RunState::read(&metadata, recipe.learning_rate)?;
+    check_data(&metadata, &state.running, trainer)?;
     let averages = recipe.ema.map(|_| kept(AVERAGES, &tensors, &metadata));
     let beside = Kept { optimizer: kept(OPTIMIZER, &tensors, &metadata), averages };
     let mut model = model_alone(tensors);
@@ -153,8 +139,7 @@ pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
         add_unsaved(path, &mut model, trainer)?;
     }
     trainer.engine.load(model, &beside)?;
-    (trainer.epoch, trainer.running, trainer.tests) = (epoch, running, tests);
-    trainer.rate = rate;
+    trainer.state = state;
     Ok(())
 }
 
@@ -261,7 +246,7 @@ fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> 
 fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
     let (mut then_told, mut now_told) = (Vec::new(), Vec::new());
     let (mut again, mut out) = (Vec::new(), Vec::new());
-    for (flag, now) in flags(&trainer.options) {
+    for (flag, now) in run_flags::shared(&trainer.options) {
         let then = metadata.get(flag).map(|text| {
             // Reads the format of older files too.
             text.trim_start_matches("samples(").trim_end_matches(')')
@@ -269,8 +254,8 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
         let is_moved = then != now.as_deref();
         match moved::compare(flag, metadata, &trainer.contents, is_moved) {
             Content::Other | Content::Unknown if is_moved => {
-                then_told.push(shown(flag, then));
-                now_told.push(shown(flag, now.as_deref()));
+                then_told.push(run_flags::shown(flag, then));
+                now_told.push(run_flags::shown(flag, now.as_deref()));
                 match then {
                     Some(text) => again.push(format!("--{flag} {text}")),
                     None => out.push(format!("--{flag}")),
@@ -279,7 +264,7 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
             // The data may grow between epochs.
             Content::Other if flag != "data" => bail!(
                 "{} holds other weights or another description now than it was made with: give it those",
-                shown(flag, then)
+                run_flags::shown(flag, then)
             ),
             _ => {}
         }
@@ -304,51 +289,28 @@ fn remedy(again: &[String], out: &[String]) -> String {
     }
 }
 
-/// Shows a flag with its value, or that it was not given.
-pub(super) fn shown(flag: &str, text: Option<&str>) -> String {
-    match text {
-        Some(text) => format!("--{flag} {text}"),
-        None => format!("no --{flag}"),
+/// Loads the file's weights into the model. With `partial`, loads only those that fit by name and shape.
+pub(super) fn initialize(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<()> {
+    let weights = SavedWeights::read(path)
+        .map(SavedWeights::into_tensors)
+        .with_context(|| format!("cannot load the weights of {}", path.display()))?;
+    let variables = trainer.engine.variables()?;
+    let compared = Comparison::new(&variables, weights);
+    let count = compared.fitting.len();
+    let differences = compared.differences();
+    let shown = path.display();
+    let refused = differences.as_ref().and_then(|differences| match (partial, count) {
+        (false, _) => Some(format!("{differences}; --init-partial loads the others")),
+        (true, 0) => Some(format!("none of its weights fit the model: {differences}")),
+        (true, _) => None,
+    });
+    // In a pipeline over ranks, only the first rank knows all variables.
+    let told = trainer.world.share("init", &refused.filter(|_| trainer.is_first()))?;
+    if let Some(reason) = told.into_iter().flatten().next() {
+        return Err(wrong_use(format!("--init {shown}: {reason}")));
     }
-}
-
-fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
-    let number = metadata.get(key).and_then(|text| text.parse().ok());
-    number.with_context(|| format!("it does not store its {key}: was it written by --save?"))
-}
-
-/// Returns the options that a resumed run must share with its first one.
-pub(super) fn told(options: &TrainOptions) -> Metadata {
-    let told = flags(options).into_iter();
-    told.filter_map(|(flag, text)| Some((flag.to_owned(), text?))).collect()
-}
-
-/// Lists the options that a resumed run must share, in the order of comparison; `None` for an option that was not
-/// given.
-fn flags(options: &TrainOptions) -> [(&'static str, Option<String>); 19] {
-    fn said(value: Option<impl ToString>) -> Option<String> {
-        value.map(|value| value.to_string())
+    if let Some(differences) = differences.filter(|_| trainer.is_first()) {
+        progress::say(&format!("brimful: {count} weights of {shown} are loaded; {differences}"));
     }
-    let recipe = &options.recipe;
-    [
-        ("accumulate", said((recipe.accumulate != 1).then_some(recipe.accumulate))),
-        ("adapter", said(options.fine_tune.adapter.as_ref().map(|path| path.display()))),
-        ("batch-size", said(Some(options.batch_size()))),
-        ("batch-norm", said(options.batch_norm)),
-        ("clip-norm", said(recipe.clip_norm)),
-        ("data", said(Some(&options.data))),
-        ("dtype", said(Some(options.dtype()))),
-        ("ema", said(recipe.ema)),
-        ("image", said(options.image)),
-        ("learning-rate-decay", said(Some(recipe.learning_rate_decay))),
-        ("lora", said(options.fine_tune.lora.as_ref())),
-        ("model", said(Some(&options.model))),
-        ("momentum", said(recipe.momentum)),
-        ("optimizer", said(Some(recipe.optimizer))),
-        ("optimizer-state", said(recipe.optimizer_state)),
-        ("seed", said(Some(options.seed))),
-        ("sequence", said(options.sequence)),
-        ("warmup", said(recipe.warmup.filter(|steps| *steps != 0))),
-        ("weight-decay", said(recipe.weight_decay)),
-    ]
+    named::put(variables, compared.fitting)
 }

@@ -8,27 +8,24 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use brimful::auto::Decision;
 use brimful::save::Metadata;
-use brimful::{Bytes, World};
+use brimful::{Bytes, Layers, World};
 use brimful_plan::split;
 use brimful_report::{Record, Recorder};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::advice::{self, ModelSize};
-use super::engine::{self, TrainingEngine};
-use super::epoch_cut::EpochCut;
-use super::length::is_due;
+use super::checkpoints::ToSave;
+use super::engine::Engine;
 use super::offload::MeasuredInputs;
-use super::running::Running;
-use super::save_place::ToSave;
-use super::tested::TestsSoFar;
-use super::trained_model::TrainedModel;
-use super::usual::UsualSettings;
-use super::{TrainOptions, moved, ranks, records};
-use crate::claimed_place::ClaimedPlace;
-use crate::data::{Dataset, Rows, SampleRequest, Shuffle};
-use crate::fine_tune::FineTune;
+use super::options::{Keep, is_due};
+use super::recipe::UsualSettings;
+use super::run_state::{EpochCut, RunState, Running};
+use super::{TrainOptions, advice, moved, records};
+use crate::data::{Dataset, Rows, Sample, SampleRequest, SampleWishes, Shuffle};
+use crate::exit::ensure_use;
+use crate::files::ClaimedPlace;
 use crate::log_files::TestFigures;
+use crate::model::{FineTune, Model};
 use crate::output::numbered;
 use crate::progress::Ticker;
 use crate::setting::{MeanOver, counted};
@@ -39,9 +36,9 @@ pub struct Trainer {
     pub(super) options: TrainOptions,
     /// Settings that the options left to their defaults.
     pub(super) usual: UsualSettings,
-    /// Sizes of the model, for advice.
-    pub(super) size: ModelSize,
-    pub(super) engine: Box<dyn TrainingEngine>,
+    /// Layers of the model, whose sizes advice depends on.
+    pub(super) layers: Layers,
+    pub(super) engine: Engine,
     pub(super) world: World,
     /// Pretrained model, if the training starts from a folder.
     pub(super) folder: Option<Arc<FineTune>>,
@@ -49,17 +46,12 @@ pub struct Trainer {
     parts: usize,
     pub(super) dataset: Dataset,
     pub(super) cut: EpochCut,
-    /// Peak learning rate.
-    pub(super) rate: f64,
     /// Automatic micro-batch size last taken.
     found: Option<usize>,
-    /// Epochs done.
-    pub(super) epoch: usize,
-    /// Totals of the current epoch.
-    pub(super) running: Running,
-    pub(super) tests: TestsSoFar,
-    pub(super) recorder: Recorder,
-    /// Fingerprints of the run's data, model and adapter.
+    pub(super) state: RunState,
+    /// Recorder of the steps, if a record is requested.
+    pub(super) recorder: Option<Recorder>,
+    /// Fingerprints of the run's data, model and adapter, if the run is saved or resumed.
     pub(super) contents: Metadata,
     /// Lock on the path of `--save`, held while the run lasts.
     _place: Option<ClaimedPlace>,
@@ -85,22 +77,27 @@ pub struct Epoch {
 impl Trainer {
     /// Builds a model with its initial parameters, on one device, on several, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
-        let model = TrainedModel::open(options)?;
+        let model = open_model(options)?;
         let usual = UsualSettings::of(&model, options);
-        let mut dataset = model.data(options)?;
+        let mut dataset = open_data(&model, options)?;
         let options = &usual.fill_in(options, &dataset.sample);
         let layers = model.layers(&dataset.sample, options.batch_norm)?;
         let batch_size = options.batch_size().of(dataset.train.len());
         dataset.sample.check_room(batch_size)?;
         tch::manual_seed(seed_of(options.seed, 0, 0));
         let world = options.ranks.world()?;
-        ranks::check(&world, options)?;
+        super::check_ranks(&world, options)?;
         let cut = EpochCut::new(dataset.train.len(), batch_size, options.recipe.accumulate);
-        let folder = model.folder();
+        let folder = model.folder().cloned();
         let in_epoch = cut.steps();
         options.recipe.check_warmup(options.length.steps(in_epoch))?;
-        let to_save = ToSave { options, layers: &layers, folder: folder.as_deref(), in_epoch };
-        let place = to_save.claim(&world)?;
+        let place = match options.takes_part_in_saves(&world) {
+            true => {
+                let folder = folder.as_deref();
+                ToSave { options, layers: &layers, folder, in_epoch }.claim(&world)?
+            }
+            false => None,
+        };
         let over = dataset.train.mean_over();
         let inputs = || {
             let samples = options.guessed_micro_batch(batch_size);
@@ -108,27 +105,29 @@ impl Trainer {
             let (micro_batch, targets) = examples.into_largest();
             Ok(MeasuredInputs { micro_batch, targets, batch_size })
         };
-        let size = ModelSize::of(&layers, options)?;
-        let engine = engine::build(layers, &world, options, over, inputs)
-            .map_err(|error| advice::of_building(error, size, options))?;
-        let recorder = records::recorder(options, &*engine, &dataset, in_epoch)?;
+        let engine = Engine::new(layers.clone(), &world, options, over, inputs)
+            .map_err(|error| advice::of_building(error, &layers, options))?;
+        let recorder = options.is_recorded();
+        let recorder = recorder.then(|| records::recorder(options, &engine, &dataset, in_epoch));
+        let files = &options.files;
+        let contents = match files.save.is_some() || files.resume.is_some() {
+            true => moved::contents(options),
+            false => Metadata::new(),
+        };
         Ok(Self {
             options: options.clone(),
             usual,
-            size,
+            layers,
             engine,
             parts: options.ranks.parts(&world),
             world,
             folder,
             cut,
             dataset,
-            rate: options.recipe.method().learning_rate(),
             found: None,
-            epoch: 0,
-            running: Running::default(),
-            tests: TestsSoFar::default(),
+            state: RunState::new(options.recipe.method().learning_rate()),
             recorder,
-            contents: moved::contents(options),
+            contents,
             _place: place,
         })
     }
@@ -141,6 +140,16 @@ impl Trainer {
         }
     }
 
+    /// Returns whether the run is saved, or may be by another rank.
+    pub(super) fn takes_part_in_saves(&self) -> bool {
+        self.options.takes_part_in_saves(&self.world)
+    }
+
+    /// Returns whether this is the rank that prints and writes.
+    pub(super) fn is_first(&self) -> bool {
+        self.world.rank() == 0
+    }
+
     /// Returns the number of steps in an epoch.
     pub(crate) fn steps(&self) -> usize {
         self.cut.steps()
@@ -148,7 +157,7 @@ impl Trainer {
 
     /// Returns the number of steps done over all epochs.
     pub(super) fn steps_done(&self) -> usize {
-        self.epoch * self.steps() + self.running.steps
+        self.state.epoch * self.steps() + self.state.running.steps
     }
 
     /// Returns the number of all steps, if the tests do not stop the run early.
@@ -158,7 +167,7 @@ impl Trainer {
 
     /// Returns the number of samples trained on over all epochs.
     pub(super) fn samples_done(&self) -> usize {
-        self.epoch * self.dataset.train.len() + self.cut.samples_of(self.running.steps)
+        self.state.epoch * self.dataset.train.len() + self.cut.samples_of(self.state.running.steps)
     }
 
     /// Returns the number of samples to train on over all epochs.
@@ -169,7 +178,7 @@ impl Trainer {
 
     /// Returns whether all steps of the current epoch are done, and its results remain to be reported.
     pub(super) fn is_epoch_over(&self) -> bool {
-        self.running.steps == self.steps()
+        self.state.running.steps == self.steps()
     }
 
     /// Returns whether the training is complete.
@@ -183,14 +192,14 @@ impl Trainer {
         let steps = self.steps_done();
         match (self.has_stopped_improving(), self.options.length.max_steps) {
             (true, _) => {
-                let tests = self.tests.since_best;
+                let tests = self.state.tests.since_best;
                 format!("the last {tests} tests were no better than the best: raise --stop-after")
             }
             (_, Some(most)) if steps >= most => {
                 format!("{} done already: raise --max-steps to continue", numbered(steps, "step"))
             }
             _ => {
-                let done = self.epoch;
+                let done = self.state.epoch;
                 format!(
                     "{} done already, and --epochs is {epochs}: give a larger number to continue",
                     numbered(done, "epoch")
@@ -201,28 +210,35 @@ impl Trainer {
 
     /// Returns whether the tests stop the run early.
     fn has_stopped_improving(&self) -> bool {
-        self.tests.stopped_improving(self.options.length.stop_after)
+        self.state.tests.stopped_improving(self.options.length.stop_after)
     }
 
     /// Returns whether a test is due within an epoch; after the last step there is always one.
     pub(super) fn is_test_due(&self) -> bool {
         let steps = self.steps_done();
         let due = is_due(self.options.length.eval_every, steps) || steps == self.all_steps();
-        due && steps > 0 && self.tests.last != Some(steps)
+        due && steps > 0 && self.state.tests.last != Some(steps)
     }
 
     /// Returns the learning rate of the next step.
     pub(super) fn learning_rate(&self) -> f64 {
-        self.options.recipe.curve(self.rate, self.all_steps()).at(self.steps_done())
+        self.options.recipe.curve(self.state.rate, self.all_steps()).at(self.steps_done())
     }
 
     /// Trains on every sample once and tests, or finishes an epoch that was interrupted.
     pub fn run_epoch(&mut self) -> Result<Epoch> {
         while !self.is_epoch_over() {
             let step = self.step(None)?;
-            self.recorder.step(step);
+            self.record(step);
         }
         Ok(self.finish_epoch()?.0)
+    }
+
+    /// Adds a step to the record of the run, if one is requested.
+    pub(super) fn record(&mut self, step: Record) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.step(step);
+        }
     }
 
     /// Takes the next step of the epoch, which the caller records; `ticker` counts its samples while it runs.
@@ -231,9 +247,13 @@ impl Trainer {
     /// the same seeds.
     pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
-        tch::manual_seed(seed_of(self.options.seed, self.epoch + 1, self.running.steps + 1));
+        tch::manual_seed(seed_of(
+            self.options.seed,
+            self.state.epoch + 1,
+            self.state.running.steps + 1,
+        ));
         let rate = self.learning_rate();
-        self.engine.updates_mut().optimizer.set_learning_rate(rate)?;
+        self.engine.set_learning_rate(rate)?;
         let batches = self.bring()?;
         // With several parts, this rank's samples are not all of the step's.
         let ticker = ticker.filter(|_| self.parts == 1);
@@ -244,7 +264,7 @@ impl Trainer {
 
     /// Loads the mini-batches of the next step, and starts preparing those of the one after it.
     fn bring(&mut self) -> Result<Vec<(Rows, Rows)>> {
-        let (epoch, step) = (self.epoch, self.running.steps);
+        let (epoch, step) = (self.state.epoch, self.state.running.steps);
         let requests = self.requests(epoch, step)?;
         let brought =
             requests.iter().map(|request| self.dataset.train.bring(request)?.into_batch());
@@ -272,21 +292,21 @@ impl Trainer {
 
     fn note(&mut self, step: &Record, time: Duration) {
         // Counts the requested samples: an unreadable image is missing from those that were loaded.
-        let steps = self.running.steps;
+        let steps = self.state.running.steps;
         let samples = self.cut.samples_of(steps + 1) - self.cut.samples_of(steps);
         let share = samples as f64 / self.dataset.train.len() as f64;
-        self.running.add(step, share, time);
-        self.found = self.running.size().or(self.found);
+        self.state.running.add(step, share, time);
+        self.found = self.state.running.size().or(self.found);
     }
 
     /// Tests after the last step of an epoch, and returns the epoch's results.
     pub(super) fn finish_epoch(&mut self) -> Result<(Epoch, TestFigures)> {
         let test = self.test()?;
-        let samples_per_s = self.running.samples_per_s();
-        let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.running);
-        self.epoch += 1;
+        let samples_per_s = self.state.running.samples_per_s();
+        let Running { loss, peak, retries, decisions, .. } = mem::take(&mut self.state.running);
+        self.state.epoch += 1;
         let epoch = Epoch {
-            epoch: self.epoch,
+            epoch: self.state.epoch,
             loss,
             test_loss: test.loss,
             test_accuracy: test.accuracy,
@@ -303,10 +323,10 @@ impl Trainer {
     /// Tests the model as it is now.
     pub(super) fn test(&mut self) -> Result<TestFigures> {
         let (loss, accuracy) = self.judge()?;
-        self.recorder.test(loss, Some(accuracy));
+        self.recorder.iter_mut().for_each(|recorder| recorder.test(loss, Some(accuracy)));
         let step = self.steps_done();
-        let best = self.tests.add(loss, step);
-        Ok(TestFigures { step, epoch: self.epoch + 1, loss, accuracy, best })
+        let best = self.state.tests.add(loss, step);
+        Ok(TestFigures { step, epoch: self.state.epoch + 1, loss, accuracy, best })
     }
 
     /// Returns this rank's part of a mini-batch at these positions.
@@ -351,6 +371,35 @@ impl Trainer {
         let (loss, answers) = weighted_mean(&losses, &counts[1..]);
         Ok((loss, counts[0] / answers))
     }
+}
+
+/// Opens the model of the options, and refuses options that do not apply to it.
+fn open_model(options: &TrainOptions) -> Result<Model> {
+    let model = Model::open(&options.model, &options.fine_tune)?;
+    if let (Some(folder), Some(place)) = (model.folder(), options.saved_folder()) {
+        folder.check_place(place)?;
+        ensure_use!(
+            !matches!(options.files.keep, Keep::Newest(_)),
+            "--keep N is for a file of --save: give last or best with a folder"
+        );
+    }
+    Ok(model)
+}
+
+/// Opens the samples of the options, and refuses options that do not apply to them.
+fn open_data(model: &Model, options: &TrainOptions) -> Result<Dataset> {
+    let TrainOptions { data, sequence, image, seed, .. } = options;
+    let wishes = SampleWishes { sequence: *sequence, image: *image, pixels: None };
+    let dataset = model.data(data, wishes, *seed)?;
+    ensure_use!(
+        sequence.is_none() || matches!(dataset.sample, Sample::Sequence { .. }),
+        "--sequence is for text, but --data {data} is not text"
+    );
+    ensure_use!(
+        image.is_none() || !dataset.class_names.is_empty(),
+        "--image is for a folder of images, but --data {data} is not one"
+    );
+    Ok(dataset)
 }
 
 /// Returns the weighted mean, which is exact for a single value, and the sum of the weights.

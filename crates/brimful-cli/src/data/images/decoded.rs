@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 use image::ImageReader;
 use tch::{Kind, Tensor};
 
-use super::view::ImageView;
+use super::samples::ImageView;
 
 /// First bytes of a JPEG.
 const JPEG: [u8; 2] = [0xff, 0xd8];

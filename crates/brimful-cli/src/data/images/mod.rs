@@ -3,7 +3,6 @@
 mod decoded;
 mod loader;
 mod samples;
-mod view;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,13 +10,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::side_by_side;
-use super::{Dataset, Sample, SampleSet};
+use super::{Dataset, Sample, SampleSet, portions};
 use crate::exit::wrong_use;
 use crate::progress::{self, Progress};
-pub use loader::ImageLoader;
 use samples::{ImageFile, ImageSamples};
 
+pub use loader::ImageLoader;
 /// File extensions of images.
 const ENDINGS: [&str; 3] = ["jpg", "jpeg", "png"];
 /// Limit on the number of broken images that are named; the others are only counted.
@@ -57,8 +55,8 @@ pub(super) fn load(folder: &Path, side: i64) -> Result<Dataset> {
         _ => format!("; {broken} that cannot be read are left out"),
     };
     Ok(Dataset {
-        train: streamed(train, side, side_by_side::cores()),
-        test: streamed(test, side, side_by_side::cores()),
+        train: streamed(train, side, portions::cores()),
+        test: streamed(test, side, portions::cores()),
         sample: Sample::Image { shape: [3, side, side], classes: classes as i64 },
         description: format!(
             "{shown}, images of {side}×{side} pixels, {classes} classes{left_out}"
@@ -105,7 +103,7 @@ pub(crate) fn open_new(
     };
     let side = side.map_or(super::SIDE, |pixels| pixels as i64);
     let paths = files.iter().map(|file| file.path.clone()).collect();
-    let samples = SampleSet::streamed(ImageSamples::new(files, side, side_by_side::cores()));
+    let samples = SampleSet::streamed(ImageSamples::new(files, side, portions::cores()));
     Ok(NewImages { samples, files: paths, class_names, side })
 }
 
@@ -237,7 +235,7 @@ fn readable(mut classes: Classes) -> Result<(Classes, usize)> {
     for (class, images) in &mut classes {
         let mut kept = Vec::with_capacity(images.len());
         for some in images.chunks(AT_A_LOOK) {
-            let checked = side_by_side::each(some.to_vec(), side_by_side::cores(), |path| {
+            let checked = portions::in_parallel(some.to_vec(), portions::cores(), |path| {
                 decoded::check(&path).map_err(|error| (path.clone(), error)).map(|()| path)
             });
             for image in checked {

@@ -1,4 +1,4 @@
-//! Image samples, decoded in parallel by several threads.
+//! Image samples, decoded in parallel by several threads, and the crop of each image.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -6,13 +6,9 @@ use std::path::PathBuf;
 use anyhow::{Result, ensure};
 use tch::{Device, Kind, Tensor};
 
-use super::super::Examples;
-use super::super::number_stream::{NumberStream, mixed};
-use super::super::sample_set::SampleRequest;
-use super::super::side_by_side;
-use super::super::streamed::SampleSource;
-use super::view::ImageView;
 use super::{decoded, name_broken};
+use crate::data::samples::{NumberStream, SampleRequest, SampleSource, mixed};
+use crate::data::{Examples, portions};
 
 /// An image file and its class.
 #[derive(Debug)]
@@ -68,7 +64,7 @@ impl SampleSource for ImageSamples {
         let inputs = Tensor::f_empty([wanted as i64, 3, side, side], (Kind::Float, Device::Cpu))?;
         let jobs = (0..wanted as i64).map(|place| inputs.narrow(0, place, 1));
         let jobs = request.numbers.iter().copied().zip(jobs).collect();
-        let read = side_by_side::each(jobs, self.threads, |(number, mut place)| {
+        let read = portions::in_parallel(jobs, self.threads, |(number, mut place)| {
             place.f_copy_(&self.shown(number, request.seed)?)?;
             Ok::<_, anyhow::Error>(())
         });
@@ -96,6 +92,38 @@ impl SampleSource for ImageSamples {
         };
         Ok(Examples { lacking, ..Examples::whole(inputs, Tensor::from_slice(&targets)) })
     }
+}
+
+/// Share of the shorter side that the crop shows, as in 224 of 256 pixels.
+const SHOWN: (i64, i64) = (7, 8);
+
+/// A square of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ImageView {
+    pub(super) top: i64,
+    pub(super) left: i64,
+    pub(super) side: i64,
+    pub(super) mirrored: bool,
+}
+
+impl ImageView {
+    /// Returns the centre of the image, not mirrored.
+    pub(super) fn central(height: i64, width: i64) -> Self {
+        let side = shown(height, width);
+        Self { top: (height - side) / 2, left: (width - side) / 2, side, mirrored: false }
+    }
+
+    /// Returns a square at a random place, mirrored half the time.
+    pub(super) fn random(height: i64, width: i64, numbers: &mut NumberStream) -> Self {
+        let side = shown(height, width);
+        let mut place = |room: i64| numbers.below(room.unsigned_abs() + 1) as i64;
+        let (top, left) = (place(height - side), place(width - side));
+        Self { top, left, side, mirrored: numbers.below(2) == 1 }
+    }
+}
+
+fn shown(height: i64, width: i64) -> i64 {
+    (height.min(width) * SHOWN.0 / SHOWN.1).max(1)
 }
 
 #[cfg(test)]
@@ -151,5 +179,28 @@ mod tests {
         assert_eq!(inputs, samples.bring(&request(&[4, 1], None)).expect("two").inputs);
         let error = samples.bring(&request(&[3], None)).expect_err("none is left").to_string();
         assert!(error.starts_with("none of the 1 images of a mini-batch can be read"), "{error}");
+    }
+
+    #[test]
+    fn the_middle_is_seven_eighths_of_the_shorter_side() {
+        let view = ImageView::central(256, 320);
+        assert_eq!(view, ImageView { top: 16, left: 48, side: 224, mirrored: false });
+        assert_eq!(ImageView::central(1, 5).side, 1);
+    }
+
+    #[test]
+    fn random_squares_are_everywhere_within_the_image() {
+        let mut numbers = NumberStream::new(1);
+        let views: Vec<_> = (0..500).map(|_| ImageView::random(16, 32, &mut numbers)).collect();
+        let all = |place: fn(&ImageView) -> i64| {
+            let mut places: Vec<_> = views.iter().map(place).collect();
+            places.sort_unstable();
+            places.dedup();
+            places
+        };
+        assert_eq!(all(|view| view.top), [0, 1, 2]);
+        assert!(all(|view| view.left).into_iter().eq(0..=18));
+        let mirrored = views.iter().filter(|view| view.mirrored).count();
+        assert!((200..300).contains(&mirrored), "{mirrored}");
     }
 }

@@ -1,13 +1,15 @@
-//! A model from a Hugging Face folder in a training: its data, layers, weights, and saved files.
+//! Models of the program: those built in, by name, and those of Hugging Face folders with their data, layers, weights and
+//! saved files.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow, bail};
 use brimful::Layers;
 use brimful::nn::Lora;
+use brimful_models::KeyValueCache;
 use brimful_models::pretrained::{
     AdapterFolder, Pretrained, PretrainedError, SavedPart, check_adapter_place, check_model_place,
     is_adapter,
@@ -15,10 +17,11 @@ use brimful_models::pretrained::{
 use clap::Args;
 use tch::Kind;
 
-use crate::data::{self, Dataset, Sample, Synthetic};
+use crate::data::{self, Dataset, Sample, SampleWishes, Synthetic};
 use crate::exit::{ensure_unsaid, ensure_use, wrong_content, wrong_use};
+use crate::generation_config::GenerationConfig;
 use crate::named::Named;
-use crate::setting::{SEQUENCE, words};
+use crate::setting::{DROPOUT, ModelName, NormStatistics, SEQUENCE, words};
 use crate::tokenizer::Tokenizer;
 
 /// Default limit on the tokens of a sequence in fine-tuning.
@@ -74,7 +77,7 @@ impl fmt::Display for LoraFlag {
 
 impl FineTuneOptions {
     /// Refuses these flags for a built-in model.
-    pub(crate) fn check_absent(&self) -> Result<()> {
+    fn check_absent(&self) -> Result<()> {
         let flags = [
             ("lora", self.lora.is_some()),
             ("adapter", self.adapter.is_some()),
@@ -104,11 +107,61 @@ impl FineTuneOptions {
     }
 }
 
-/// A model described by a folder, in a training.
+/// A model: built in, or a folder's.
+#[derive(Debug)]
+pub(crate) enum Model {
+    Named(ModelName),
+    Folder(Arc<FineTune>),
+}
+
+impl Model {
+    /// Opens a model to train, and refuses options that do not apply to it.
+    pub(crate) fn open(source: &ModelSource, options: &FineTuneOptions) -> Result<Self> {
+        match source {
+            ModelSource::Named(name) => {
+                options.check_absent()?;
+                Ok(Self::Named(*name))
+            }
+            ModelSource::Folder(path) => FineTune::open(path, options).map(Self::Folder),
+        }
+    }
+
+    /// Opens the data of this name or at this path.
+    pub(crate) fn data(&self, data: &str, wishes: SampleWishes, seed: u64) -> Result<Dataset> {
+        match self {
+            Self::Named(name) => name.data(data, wishes, seed),
+            Self::Folder(folder) => folder.data(data, wishes.sequence, seed),
+        }
+    }
+
+    /// Returns the layers for samples of this shape, with the given kind of BatchNorm statistics if any.
+    pub(crate) fn layers(
+        &self,
+        sample: &Sample,
+        statistics: Option<NormStatistics>,
+    ) -> Result<Layers> {
+        match self {
+            Self::Named(name) => name.layers_normed(sample, DROPOUT, statistics),
+            Self::Folder(_) if statistics.is_some() => Err(wrong_use(
+                "--batch-norm is for residual networks, but the model is a language model: leave it out",
+            )),
+            Self::Folder(folder) => Ok(folder.layers()),
+        }
+    }
+
+    pub(crate) fn folder(&self) -> Option<&Arc<FineTune>> {
+        match self {
+            Self::Named(_) => None,
+            Self::Folder(folder) => Some(folder),
+        }
+    }
+}
+
+/// A model described by a folder.
 #[derive(Debug)]
 pub(crate) struct FineTune {
     pretrained: Pretrained,
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     lora: Option<Lora>,
     /// Adapter that the training starts from.
     adapter: Option<AdapterFolder>,
@@ -117,8 +170,8 @@ pub(crate) struct FineTune {
 }
 
 impl FineTune {
-    /// Opens the folder.
-    pub(crate) fn open(folder: &Path, options: &FineTuneOptions) -> Result<Arc<Self>> {
+    /// Opens a folder to train its model.
+    fn open(folder: &Path, options: &FineTuneOptions) -> Result<Arc<Self>> {
         options.check()?;
         let pretrained = match options.from_scratch {
             true => Pretrained::without_weights(folder),
@@ -128,7 +181,18 @@ impl FineTune {
             true => wrong_use(format!("{error}: --from-scratch initializes the weights at random")),
             false => unopened(folder, &error),
         })?;
-        let tokenizer = checked_tokenizer(&pretrained)?;
+        Self::of(pretrained, options)
+    }
+
+    /// Opens a folder to use its trained model, with an adapter if there is one.
+    pub(crate) fn trained(folder: &Path, adapter: Option<&Path>) -> Result<Arc<Self>> {
+        let pretrained = Pretrained::open(folder).map_err(|error| unopened(folder, &error))?;
+        let adapter = adapter.map(Path::to_owned);
+        Self::of(pretrained, &FineTuneOptions { adapter, ..Default::default() })
+    }
+
+    fn of(pretrained: Pretrained, options: &FineTuneOptions) -> Result<Arc<Self>> {
+        let tokenizer = Arc::new(checked_tokenizer(&pretrained)?);
         let config = pretrained.config();
         let adapter = options.adapter.as_deref().map(|from| AdapterFolder::open(from, config));
         let adapter = adapter.transpose();
@@ -146,6 +210,26 @@ impl FineTune {
         };
         let FineTuneOptions { merge, from_scratch, .. } = *options;
         Ok(Arc::new(Self { pretrained, tokenizer, lora, adapter, merge, from_scratch }))
+    }
+
+    /// Returns the folder's tokenizer.
+    pub(crate) fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// Returns the number of tokens that the model sees at once.
+    pub(crate) fn context(&self) -> i64 {
+        self.pretrained.config().context()
+    }
+
+    /// Lists the tokens that end a text, as the folder's config.json has them.
+    pub(crate) fn end_tokens(&self) -> Vec<i64> {
+        self.pretrained.end_tokens()
+    }
+
+    /// Returns the settings of the folder's generation_config.json.
+    pub(crate) fn generation_config(&self) -> Result<GenerationConfig> {
+        GenerationConfig::read(self.pretrained.folder())
     }
 
     /// Returns a notice if the adapter has dropout, which a training does not apply.
@@ -192,7 +276,15 @@ impl FineTune {
 
     /// Returns the model's layers, with LoRA if wanted.
     pub(crate) fn layers(&self) -> Layers {
-        let layers = self.pretrained.config().layers();
+        self.adapted(self.pretrained.config().layers())
+    }
+
+    /// Returns the model's layers with a key-value cache, and with LoRA if wanted.
+    pub(crate) fn layers_with_cache(&self, cache: &KeyValueCache) -> Layers {
+        self.adapted(self.pretrained.config().layers_with_cache(cache))
+    }
+
+    fn adapted(&self, layers: Layers) -> Layers {
         match &self.lora {
             Some(lora) => layers.lora(lora),
             None => layers,
@@ -295,7 +387,7 @@ pub(crate) fn is_folder(path: &Path) -> bool {
 }
 
 /// Opens the folder's tokenizer, and checks that the model has all of its tokens.
-pub(crate) fn checked_tokenizer(pretrained: &Pretrained) -> Result<Tokenizer> {
+fn checked_tokenizer(pretrained: &Pretrained) -> Result<Tokenizer> {
     let tokenizer = Tokenizer::open(pretrained.folder()).map_err(wrong_content)?;
     let known = pretrained.config().vocabulary();
     tokenizer
@@ -317,6 +409,66 @@ fn unwritten(folder: &Path, error: PretrainedError) -> brimful::Error {
     }
 }
 
+/// Prefixes of the names of models that exist only as folders.
+const FOLDERS_ALONE: [&str; 3] = ["llama", "mistral", "qwen"];
+
+/// Value of `--model`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ModelSource {
+    /// A built-in model.
+    Named(ModelName),
+    /// A folder with a config.json.
+    Folder(PathBuf),
+}
+
+impl FromStr for ModelSource {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let path = Path::new(text);
+        if path.is_dir() {
+            return Ok(Self::Folder(path.to_owned()));
+        }
+        if text.contains(['/', '.']) {
+            bail!("there is no folder {text}: name one with a config.json, or a model by its name");
+        }
+        if FOLDERS_ALONE.iter().any(|family| text.to_lowercase().starts_with(family)) {
+            bail!(
+                "there is no folder {text} here, and such a model is read from one: give the path of a folder \
+                 with its config.json, model.safetensors and tokenizer.json"
+            );
+        }
+        let named: Result<_> = text.parse();
+        named
+            .map(Self::Named)
+            .map_err(|error| anyhow!("{error} (nor is there a folder {text} here)"))
+    }
+}
+
+impl ModelSource {
+    /// Returns a notice if a published model has the same name, because its weights are not loaded.
+    pub(crate) fn notice(&self) -> Option<String> {
+        let Self::Named(name) = self else { return None };
+        let published =
+            [ModelName::Gpt2, ModelName::Gpt2Medium, ModelName::Gpt2Large, ModelName::Gpt2Xl];
+        published.contains(name).then(|| {
+            format!(
+                "--model {name}: there is no folder {name} here, so this is its architecture with random \
+                 weights; for the published weights give the path of their folder"
+            )
+        })
+    }
+}
+
+impl fmt::Display for ModelSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Named(name) => name.fmt(f),
+            Self::Folder(path) => path.display().fmt(f),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -334,5 +486,20 @@ mod tests {
             let error = text.parse::<LoraFlag>().expect_err(text);
             assert!(error.contains(words), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn names_of_models_that_come_in_folders_say_that_a_folder_is_meant() {
+        for name in ["llama", "Llama-3-8B", "mistral", "qwen2"] {
+            let error = name.parse::<ModelSource>().expect_err(name).to_string();
+            assert!(error.starts_with(&format!("there is no folder {name} here")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_shape_that_shares_its_name_with_a_published_model_says_so() {
+        let notice = |name: &str| name.parse::<ModelSource>().expect("a model").notice();
+        assert!(notice("gpt2").is_some_and(|notice| notice.contains("random weights")));
+        assert_eq!((notice("gpt"), notice("mlp")), (None, None));
     }
 }
