@@ -5,11 +5,12 @@ use brimful::{Error, MicroBatches, StepError, World};
 use tch::Tensor;
 use tch::nn::ModuleT;
 
-use crate::kinds::{About, Engine, Make};
+use crate::kinds::{About, Drawing, Engine, Make};
 use crate::plain::{
     CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, own_sizes,
-    reset, samples, state,
+    reset, samples, seed_of, state,
 };
+use crate::support::pipeline_cases::drawn_seed;
 use crate::support::{Named, TOLERANCE, assert_all_close, assert_close, assert_same};
 
 /// Even, ragged, and all in one.
@@ -116,9 +117,26 @@ fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
         assert!(engine.gradients().is_empty(), "{what}: before the commit");
         let step = engine.commit().unwrap_or_else(|e| panic!("{what}: {e}"));
         assert_eq!(step.samples as i64, joined(&batches).0.size()[0], "{what}");
+        let sizes = batches.iter().flat_map(|batch| own_sizes(engine, batch.0.size()[0] as usize));
+        assert_eq!(step.sizes, sizes.collect::<Vec<_>>(), "{what}");
+        assert_eq!(step.seed, first_seed(engine), "{what}: the first one's");
         let terms = plain.backward(engine, &batches, None, case.full);
         assert_terms(&step.terms, step.loss, &terms, &what);
         assert_alike(engine, plain, &what);
+    }
+}
+
+/// Returns the seed that a window's first mini-batch draws after [`reset`].
+fn first_seed(engine: &dyn Engine) -> Option<u64> {
+    let about = engine.about();
+    match about.drawing {
+        Drawing::AsPlainLoop => None,
+        // Until the commit such a rank is alone.
+        Drawing::ByPart if about.arenas.len() == 1 => None,
+        drawing => {
+            seed_of(if drawing == Drawing::ByPart { about.rank } else { 0 });
+            Some(drawn_seed())
+        }
     }
 }
 
