@@ -263,7 +263,8 @@ fn blames_one(engine: &dyn Engine, world: &World, fault: Fault, ended: &Ended, w
         Some(rank) => assert!(ended.words.contains(&format!("rank {rank}")), "{}", ended.words),
         None => {
             // A pipeline's workers catch it, and say where it was.
-            let goes_on = matches!(fault, Fault::Panic) && engine.about().drawing != Drawing::ByLayer;
+            let goes_on =
+                matches!(fault, Fault::Panic) && engine.about().drawing != Drawing::ByLayer;
             assert_eq!(ended.panicked, goes_on, "{what}");
             assert!(!goes_on || ended.words == GIVES_UP, "{what}: {}", ended.words);
         }

@@ -60,16 +60,8 @@ pub const OVER_RANKS: &[Make] = &[one_device, replicas, pipeline, split_pipeline
 
 /// A pipeline of each named schedule, for what may depend on its actions alone.
 pub const NAMED: &[Make] = &[
-    named::<0>,
-    named::<1>,
-    named::<2>,
-    named::<3>,
-    named::<4>,
-    named::<5>,
-    named::<6>,
-    named::<7>,
-    named::<8>,
-    named::<9>,
+    named::<0>, named::<1>, named::<2>, named::<3>, named::<4>, named::<5>, named::<6>, named::<7>,
+    named::<8>, named::<9>,
 ];
 
 /// One of them, with several stages in each rank.

@@ -209,7 +209,8 @@ impl Plain {
 
     fn set_first_values(&self) {
         for (name, mut variable) in self.store.variables() {
-            let positive = name.ends_with("running_var") || name.contains("norm") && name.ends_with("weight");
+            let positive =
+                name.ends_with("running_var") || name.contains("norm") && name.ends_with("weight");
             let value = numbers(&variable.size(), name.len() as i64) * 0.5;
             tch::no_grad(|| variable.copy_(&(if positive { value.square() + 0.5 } else { value })));
         }

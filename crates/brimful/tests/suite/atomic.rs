@@ -1,11 +1,9 @@
 //! A failed step leaves gradients, statistics and random state unchanged.
-//!
-//! One test at a time: all threads draw from one generator.
 
 use std::panic::{self, AssertUnwindSafe};
 
 use crate::support::state::{Net, samples, state};
-use crate::support::{alone, assert_fails, assert_same, test_device};
+use crate::support::{assert_fails, assert_same, test_device};
 use brimful::NonFinitePolicy;
 use brimful::StepError;
 use brimful::memory::{Arena, Memory};
@@ -29,7 +27,6 @@ fn batch() -> Tensor {
 
 #[test]
 fn the_n_th_allocation_fails_for_every_n() {
-    let _alone = alone();
     let arena = Arena::new("faulty");
     let expected = {
         let net = net_with_a_gradient();
@@ -61,7 +58,6 @@ fn the_n_th_allocation_fails_for_every_n() {
 
 #[test]
 fn a_panic_goes_on_after_everything_was_put_back() {
-    let _alone = alone();
     let net = net_with_a_gradient();
     let before = state(&net.store);
     let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
@@ -92,7 +88,6 @@ fn refused(words: &str, loss: impl Fn(&Net, &Tensor) -> Loss) {
 
 #[test]
 fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
-    let _alone = alone();
     let out = |net: &Net, x: &Tensor| net.layers.forward_t(x, true);
     let mean = |net: &Net, x: &Tensor| out(net, x).mean(Kind::Double);
     refused("has the shape [4, 3]", |net, x| Loss::mean(out(net, x)));
@@ -153,7 +148,6 @@ const VERBS: [(&str, Verb); 3] = [
 /// f16 overflows at 65,504: each sample's gradient is finite, and so is their sum in f32.
 #[test]
 fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
-    let _alone = alone();
     let x = Tensor::full([2, 1], 4e4, (Kind::Half, test_device()));
     for (name, run) in VERBS {
         let (store, weight) = weight_of(Kind::Half);
@@ -175,7 +169,6 @@ fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
 
 #[test]
 fn finite_gradients_whose_squares_are_not_are_no_reason_to_refuse() {
-    let _alone = alone();
     let x = Tensor::full([2, 1], 1e30, (Kind::Float, test_device()));
     for (name, run) in VERBS {
         let (store, weight) = weight_of(Kind::Float);
@@ -187,7 +180,6 @@ fn finite_gradients_whose_squares_are_not_are_no_reason_to_refuse() {
 
 #[test]
 fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
-    let _alone = alone();
     let net = net_with_a_gradient();
     let before = state(&net.store);
     let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(5))
@@ -201,7 +193,6 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
 
 #[test]
 fn bad_batches_and_sizes_are_refused() {
-    let _alone = alone();
     let net = Net::with_dropout();
     let zeros = |rows| Tensor::zeros([rows, 4], (Kind::Double, Device::Cpu));
     let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
@@ -228,7 +219,6 @@ fn bad_batches_and_sizes_are_refused() {
 
 #[test]
 fn a_window_whose_parameters_are_frozen_half_way_is_refused_and_kept() {
-    let _alone = alone();
     let build = |root: &nn::Path| [root.ones("a", &[3]), root.ones("b", &[3])];
     let loss = |[a, b]: &[Tensor; 2], x: &Tensor| {
         Loss::mean((a * x).mean(Kind::Float) + (b * x).square().mean(Kind::Float))

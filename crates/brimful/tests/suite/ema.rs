@@ -4,8 +4,8 @@
 
 use crate::support::pipeline_cases::{CASES, CNN, Plain, builder, mlp};
 use crate::support::{
-    Named, Update, alone, assert_close, assert_fails, copies, numbers_there, set_values,
-    test_device, variables,
+    Named, Update, assert_close, assert_fails, copies, numbers_there, set_values, test_device,
+    variables,
 };
 use brimful::memory::Arena;
 use brimful::optim::{Ema, OptimError, Optimizer, Sgd};
@@ -197,7 +197,6 @@ fn averages_that_do_not_fit_are_refused_by_name_and_change_nothing() {
 
 #[test]
 fn averages_are_counted_in_the_memory_that_is_entered_and_an_update_is_whole_or_not_at_all() {
-    let _turn = alone();
     let mut store = VarStore::new(Device::Cpu);
     let _ = store.root().ones("weight", &[64, 64]);
     store.set_kind(Kind::BFloat16);
@@ -221,7 +220,6 @@ fn averages_are_counted_in_the_memory_that_is_entered_and_an_update_is_whole_or_
 
 #[test]
 fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
-    let _turn = alone();
     tch::manual_seed(3);
     for case in &CASES {
         let layers = (case.layers)();
@@ -257,7 +255,6 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
 
 #[test]
 fn a_pipeline_is_judged_with_its_averages_and_trains_on_with_its_own_weights() {
-    let _turn = alone();
     tch::manual_seed(4);
     // Copies of shared weights are updated too.
     for case in &CASES {
@@ -283,7 +280,6 @@ fn a_pipeline_is_judged_with_its_averages_and_trains_on_with_its_own_weights() {
 
 #[test]
 fn averages_of_another_model_are_refused_by_a_pipeline() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
     let mut ema = pipe.ema(0.9).expect("averages");
     let mut other = builder((CNN.layers)(), 1).build().expect("a pipeline");

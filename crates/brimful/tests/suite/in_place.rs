@@ -2,7 +2,7 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU, with the mini-batch there too.
 
-use crate::support::{alone, gradients, test_device};
+use crate::support::{gradients, test_device};
 use brimful::batch::BatchError;
 use brimful::layers::Layers;
 use brimful::schedule::Recompute;
@@ -34,7 +34,6 @@ fn unharmed(what: &str, f: impl FnOnce(&(Tensor, Tensor))) {
 
 #[test]
 fn a_micro_batcher_refuses_before_the_mini_batch_has_changed() {
-    let _alone = alone();
     let store = nn::VarStore::new(test_device());
     let model = nn::linear(store.root(), 4, 2, Default::default());
     let loss =
@@ -82,7 +81,6 @@ fn a_micro_batcher_refuses_before_the_mini_batch_has_changed() {
 
 #[test]
 fn what_is_changed_later_than_in_the_first_micro_batch_is_refused_too() {
-    let _alone = alone();
     let store = nn::VarStore::new(test_device());
     let model = nn::linear(store.root(), 4, 2, Default::default());
     let mut micro = MicroBatcher::new(&store, MicroBatches::Samples(4));
@@ -99,7 +97,6 @@ fn what_is_changed_later_than_in_the_first_micro_batch_is_refused_too() {
 
 #[test]
 fn copies_from_another_device_may_be_changed() {
-    let _alone = alone();
     if !test_device().is_cuda() {
         return;
     }
@@ -122,7 +119,6 @@ fn copies_from_another_device_may_be_changed() {
 
 #[test]
 fn replicas_refuse_before_the_mini_batch_has_changed() {
-    let _alone = alone();
     let devices = [test_device()].map(DeviceSpec::from);
     for size in [MicroBatches::Samples(4), MicroBatches::Auto] {
         let build = |root: &nn::Path| nn::linear(root, 4, 2, Default::default());
@@ -148,7 +144,6 @@ fn layers(in_place: bool) -> Layers {
 
 #[test]
 fn a_pipeline_refuses_before_the_mini_batch_has_changed() {
-    let _alone = alone();
     for (stages, recompute) in [
         (1, Recompute::Never),
         (2, Recompute::Never),
@@ -178,7 +173,6 @@ fn a_pipeline_refuses_before_the_mini_batch_has_changed() {
 /// The error is the pipeline's, not libtorch's, and names the layer.
 #[test]
 fn a_layer_that_changes_its_stage_s_input_is_named_with_what_helps() {
-    let _alone = alone();
     let helps = "it changes a tensor in place that needs a gradient (its stage's input, or a parameter): make a new \
                  tensor (`relu` for `relu_`), or merge the layer with the one before";
     // The input itself, a view of it, and a skip from another stage.

@@ -10,7 +10,7 @@ use crate::support::pipeline_cases::{
     descend, eval, mlp,
 };
 use crate::support::{
-    Named, Update, alone, assert_all_close, assert_close, assert_fails, assert_same, copies,
+    Named, Update, assert_all_close, assert_close, assert_fails, assert_same, copies,
     numbers_there, test_device,
 };
 use brimful::batch::BatchError;
@@ -41,7 +41,6 @@ fn mse(out: Tensor, y: &Tensor) -> Loss {
 
 #[test]
 fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
-    let _turn = alone();
     for case in &CASES {
         for schedule in [Schedule::GPipe, Schedule::OneFOneB, INTERLEAVED] {
             for recompute in Recompute::ALL {
@@ -61,7 +60,6 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
 
 #[test]
 fn what_a_step_could_not_give_back_is_refused() {
-    let _turn = alone();
     let mut pipe =
         builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let x = Tensor::ones([4, 4], DOUBLE).set_requires_grad(true);
@@ -78,7 +76,6 @@ fn what_a_step_could_not_give_back_is_refused() {
 /// A failing loss fails the step.
 #[test]
 fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
-    let _turn = alone();
     let mut pipe =
         builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let x = (MLP.input)(6);
@@ -114,7 +111,6 @@ fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
 
 #[test]
 fn outputs_without_a_gradient_or_of_an_earlier_forward_are_refused() {
-    let _turn = alone();
     let mut pipe =
         builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let x = Tensor::ones([4, 4], DOUBLE);
@@ -170,7 +166,6 @@ fn of_closure(error: Error) -> Error {
 
 #[test]
 fn several_tensors_flow_through_stages() {
-    let _turn = alone();
     tch::manual_seed(2);
     let batch = Pair {
         left: Tensor::randn([7, 3], DOUBLE),
@@ -224,7 +219,6 @@ fn several_tensors_flow_through_stages() {
 
 #[test]
 fn layers_can_tell_a_recompute() {
-    let _turn = alone();
     static SEEN: Mutex<Vec<(usize, bool)>> = Mutex::new(Vec::new());
     let seen = |stage: usize| {
         move |x: &Tensor| {
@@ -267,7 +261,6 @@ fn layers_can_tell_a_recompute() {
 
 #[test]
 fn frozen_layers_get_no_gradient_and_stay() {
-    let _turn = alone();
     let on_devices = Recompute::ALL.map(|recompute| builder(mlp(), 3).recompute(recompute));
     let others = [on_host(mlp()), builder(mlp(), 4).replicas(2)];
     for builder in on_devices.into_iter().chain(others) {
@@ -299,7 +292,6 @@ fn frozen_layers_get_no_gradient_and_stay() {
 
 #[test]
 fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
-    let _turn = alone();
     tch::manual_seed(6);
     let mut pipe = builder((GPT.layers)(), 3)
         .micro_batches(MicroBatches::Count(2))
@@ -347,7 +339,6 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
 
 #[test]
 fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
-    let _turn = alone();
     tch::manual_seed(5);
     let folder = tempfile::tempdir().expect("a folder");
     let [model, state] =
@@ -394,7 +385,6 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
 
 #[test]
 fn what_does_not_fit_is_not_loaded() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
     let before = copies(&pipe.variables().expect("variables"));
     let other = builder((U_NET.layers)(), 1).build().expect("a pipeline");
@@ -427,7 +417,6 @@ fn what_does_not_fit_is_not_loaded() {
 /// When one worker's memory runs out, a worker that has already loaded has no memory to restore its old values.
 #[test]
 fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
-    let _turn = alone();
     let arenas = ["first", "second"].map(Arena::new);
     let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
     let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
@@ -459,7 +448,6 @@ fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
 
 #[test]
 fn averages_that_one_worker_has_no_memory_for_are_loaded_by_none() {
-    let _turn = alone();
     let arenas = ["first", "second"].map(Arena::new);
     let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
     let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
@@ -487,7 +475,6 @@ fn averages_that_one_worker_has_no_memory_for_are_loaded_by_none() {
 
 #[test]
 fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
     let mut values = pipe.variables().expect("variables");
     for (_, value) in &mut values {
@@ -509,7 +496,6 @@ fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
 
 #[test]
 fn clipping_groups_and_rates_are_those_of_one_optimizer() {
-    let _turn = alone();
     tch::manual_seed(8);
     // With this many stages, some have no parameter.
     let mut pipe = builder((GPT.layers)(), 8)
@@ -556,7 +542,6 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
 /// A name is taken wherever its members are, and a group is created on all devices or on none.
 #[test]
 fn a_group_that_cannot_be_is_made_nowhere() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
     let (names, split) = (pipe.variables().expect("variables"), pipe.balance().sizes()[0]);
     let layers: Vec<String> = pipe.names().map(str::to_owned).collect();
@@ -577,7 +562,6 @@ fn a_group_that_cannot_be_is_made_nowhere() {
 
 #[test]
 fn every_action_is_reported_with_its_time() {
-    let _turn = alone();
     let mut pipe =
         builder(mlp(), 3).micro_batches(MicroBatches::Count(5)).build().expect("a pipeline");
     let (x, y) = ((MLP.input)(10), (MLP.target)(10));
@@ -598,7 +582,6 @@ fn every_action_is_reported_with_its_time() {
 
 #[test]
 fn a_balance_is_found_by_measuring() {
-    let _turn = alone();
     let sample = (MLP.input)(4);
     for balance in [BalanceBy::by_time(&sample), BalanceBy::by_bytes(&sample)] {
         let mut pipe = builder(mlp(), 3)
@@ -619,7 +602,6 @@ fn a_balance_is_found_by_measuring() {
 /// The tokens of the input do not reveal the dtype.
 #[test]
 fn layers_are_measured_in_the_kind_that_they_are_trained_in() {
-    let _turn = alone();
     let seen = Arc::new(Mutex::new(BTreeSet::new()));
     let watch = Arc::clone(&seen);
     let layers = Layers::new()
@@ -660,7 +642,6 @@ fn by_bytes(layers: Layers, kind: Kind, method: Option<Method>) -> Vec<usize> {
 /// state added.
 #[test]
 fn a_balance_by_bytes_counts_the_optimizer() {
-    let _turn = alone();
     let found = |method| by_bytes(wide(2000), Kind::Float, method);
     assert_eq!(found(None), [1, 2]);
     assert_eq!(found(Some(Sgd::new(0.1).into())), [1, 2]);
@@ -670,7 +651,6 @@ fn a_balance_by_bytes_counts_the_optimizer() {
 /// With bf16, gradient sums and the parameters that SGD updates take twice as much.
 #[test]
 fn a_balance_by_bytes_counts_what_half_precision_keeps_in_f32() {
-    let _turn = alone();
     let [float, half] = [Kind::Float, Kind::BFloat16];
     assert_eq!([float, half].map(|kind| by_bytes(wide(1600), kind, None)), [[1, 2], [2, 1]]);
     let sgd = || Some(Sgd::new(0.1).into());
@@ -680,7 +660,6 @@ fn a_balance_by_bytes_counts_what_half_precision_keeps_in_f32() {
 
 #[test]
 fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 6)
         .balance([5, 3])
         .micro_batches(MicroBatches::Count(8))
@@ -694,7 +673,6 @@ fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
 
 #[test]
 fn what_cannot_be_built_is_refused_with_numbers() {
-    let _turn = alone();
     let error = |builder: Builder| builder.build().expect_err("something is wrong").to_string();
     let cpus = |n| (0..n).map(|_| DeviceSpec::cpu());
     let base = || Pipeline::builder(mlp()).devices(cpus(2));
@@ -745,7 +723,6 @@ fn what_cannot_be_built_is_refused_with_numbers() {
 
 #[test]
 fn devices_that_cannot_be_dealt_out_are_refused() {
-    let _turn = alone();
     for (devices, replicas) in [(3, 2), (2, 0), (2, 4)] {
         let error = builder(mlp(), devices).replicas(replicas).build().expect_err("uneven");
         assert_eq!(error, PipelineError::UnevenReplicas { devices, replicas }.into());
@@ -758,7 +735,6 @@ fn devices_that_cannot_be_dealt_out_are_refused() {
 
 #[test]
 fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
-    let _turn = alone();
     let mut pipe =
         builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let error = pipe.backward(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
@@ -780,7 +756,6 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
 /// 65,536 overflows f16, but no gradient is that large.
 #[test]
 fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
-    let _turn = alone();
     let scale = |p: &nn::Path| {
         let weight = p.ones("weight", &[]);
         nn::func(move |x| x * &weight)
@@ -804,7 +779,6 @@ fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
 
 #[test]
 fn gradients_that_are_not_finite_are_refused_on_request() {
-    let _turn = alone();
     // The root of 0 has an infinite slope: the loss is finite, its gradient is not.
     let layers = || {
         Layers::new()
@@ -830,7 +804,6 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
 /// finite.
 #[test]
 fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
-    let _turn = alone();
     let weight = |p: &nn::Path| {
         let weight = p.get("weight").unwrap_or_else(|| p.ones("weight", &[1]));
         nn::func(move |x| x * &weight)
@@ -862,7 +835,6 @@ fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
 /// if the step fails.
 #[test]
 fn foreign_batch_norm_moves_once_a_micro_batch() {
-    let _turn = alone();
     tch::manual_seed(13);
     let layers = || {
         Layers::new()
@@ -904,7 +876,6 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
 /// A case that torchgpipe does not detect: recomputation of a stage from an input that it has changed.
 #[test]
 fn changes_in_place_are_right_or_refused() {
-    let _turn = alone();
     tch::manual_seed(14);
     let inside = || {
         Layers::new()
@@ -953,7 +924,6 @@ fn a_skip_may_be_of_nothing() {
             assert!(nothing.is_empty());
             x.iter().map(Tensor::shallow_clone).collect()
         });
-    let _turn = alone();
     let mut pipe = builder(layers, 3).balance([4, 1, 1]).build().expect("a pipeline");
     let x = Tensor::ones([1, 2], DOUBLE);
     pipe.backward(&x, &x, mse).expect("a step");
@@ -963,7 +933,6 @@ fn a_skip_may_be_of_nothing() {
 
 #[test]
 fn stages_without_parameters_are_fine() {
-    let _turn = alone();
     let layers = || {
         Layers::new()
             .add_fn("double", |x| x * 2.0)
@@ -998,7 +967,6 @@ fn stages_without_parameters_are_fine() {
 
 #[test]
 fn what_is_done_to_gradients_between_forward_and_backward_counts() {
-    let _alone = alone();
     let build = || {
         let layers = Layers::new()
             .add("one", |p| nn::linear(p, 4, 4, Default::default()))
@@ -1051,7 +1019,6 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
 /// The step occupies the workers, and would wait for its own loss.
 #[test]
 fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
-    let _turn = alone();
     let mut pipe =
         builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
     let optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
@@ -1090,7 +1057,6 @@ fn tables() -> Layers {
 
 #[test]
 fn leaves_and_boundaries_that_get_one_gradient_in_views_are_counted_once() {
-    let _turn = alone();
     for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1, Schedule::GPipe] {
         for devices in 1..=3 {
             let what = format!("{schedule}, {devices} devices");

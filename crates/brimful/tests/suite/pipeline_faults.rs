@@ -3,11 +3,11 @@
 
 use std::panic;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+use std::sync::{Mutex, Once, PoisonError};
 use std::thread;
 
 use crate::support::pipeline_cases::eval;
-use crate::support::{Named, Watchdog, alone, assert_close, assert_threads, copies, threads};
+use crate::support::{Named, Watchdog, assert_close, assert_threads, copies, threads};
 use brimful::loss::LossError;
 use brimful::memory::Arena;
 use brimful::nn::batch_norm1d;
@@ -33,8 +33,8 @@ enum Fault {
 /// Planned fault: its stage, whether it is in a recompute, and the number of calls before it.
 static FAULT: Mutex<Option<(usize, bool, usize, Fault)>> = Mutex::new(None);
 
-/// Serialises the tests, and keeps the workers' hundreds of panics off standard error.
-fn alone_and_quiet() -> MutexGuard<'static, ()> {
+/// Keeps the workers' hundreds of panics off standard error.
+fn quiet_workers() {
     static QUIET: Once = Once::new();
     QUIET.call_once(|| {
         let shown = panic::take_hook();
@@ -45,7 +45,6 @@ fn alone_and_quiet() -> MutexGuard<'static, ()> {
             }
         }));
     });
-    alone()
 }
 
 fn plan_fault(fault: Option<(usize, bool, usize, Fault)>) {
@@ -183,7 +182,7 @@ const MODES: [(Schedule, Recompute); 7] = [
 
 #[test]
 fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
-    let _turn = alone_and_quiet();
+    quiet_workers();
     for (schedule, recompute) in MODES {
         let mut trial = Trial::new(pipeline(schedule, recompute, &arenas()));
         for stage in 0..STAGES {
@@ -219,7 +218,7 @@ fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
 
 #[test]
 fn a_backward_that_is_refused_is_named_with_its_action() {
-    let _turn = alone_and_quiet();
+    quiet_workers();
     // The recompute spoils recomputed stages; the last stage runs only once.
     let modes = [0, 1, 5].map(|kept| (MODES[kept], false)).into_iter();
     let modes = modes.chain([4, 6].map(|recomputed| (MODES[recomputed], true)));
@@ -271,7 +270,7 @@ const CALLS: [(&str, Call); 3] = [
 
 #[test]
 fn every_call_survives_every_fault() {
-    let _turn = alone_and_quiet();
+    quiet_workers();
     let x = Tensor::arange(44, (Kind::Double, Device::Cpu)).sin().view([11, 4]);
     for (schedule, recompute) in [MODES[1], MODES[2], MODES[5]] {
         for (name, call) in CALLS {
@@ -312,7 +311,7 @@ fn every_call_survives_every_fault() {
 /// Covers forwards with and without a graph, recomputes, whole and split backwards, and everything around them.
 #[test]
 fn memory_may_run_out_at_any_allocation_of_any_stage() {
-    let _turn = alone_and_quiet();
+    quiet_workers();
     memory_runs_out(Schedule::OneFOneB, |_| vec![ActionKind::Backward]);
     memory_runs_out(Schedule::ZeroBubbleH1, |stage| match stage {
         // Its input part has nothing to compute.
@@ -357,7 +356,7 @@ fn memory_runs_out(schedule: Schedule, backward: fn(usize) -> Vec<ActionKind>) {
 
 #[test]
 fn a_loss_that_fails_is_reported_as_it_was() {
-    let _turn = alone_and_quiet();
+    quiet_workers();
     let mut pipe = pipeline(Schedule::OneFOneB, Recompute::Never, &arenas());
     let x = Tensor::ones([8, 4], (Kind::Double, Device::Cpu));
     let error = pipe
@@ -379,7 +378,7 @@ fn a_loss_that_fails_is_reported_as_it_was() {
 /// A failing last stage stops the others before they have run everything that they could.
 #[test]
 fn the_others_stop_as_soon_as_they_can() {
-    let _turn = alone_and_quiet();
+    quiet_workers();
     static CALLS: AtomicUsize = AtomicUsize::new(0);
     let layers = Layers::new()
         .add("fc", |p| nn::linear(p, 2, 2, Default::default()))
@@ -404,7 +403,7 @@ fn the_others_stop_as_soon_as_they_can() {
 
 #[test]
 fn a_thousand_steps_leave_neither_memory_nor_threads() {
-    let _turn = alone_and_quiet();
+    quiet_workers();
     for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1] {
         let arenas = arenas();
         let mut pipe = pipeline(schedule, Recompute::ExceptLast, &arenas);

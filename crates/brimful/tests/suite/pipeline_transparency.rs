@@ -5,7 +5,7 @@
 use crate::support::pipeline_cases::{
     CNN, Case, GPT, INTERLEAVED, LSTM, MLP, Plain, PlainRun, U_NET, builder, built,
 };
-use crate::support::{alone, assert_same, assert_within, test_device, tests};
+use crate::support::{assert_same, assert_within, test_device, tests};
 use brimful::pipeline::Offload;
 use brimful::schedule::{Location, Recompute, Schedule};
 use brimful::{DeviceSpec, Loss, MicroBatches};
@@ -13,7 +13,6 @@ use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
 
 fn every_schedule(case: &Case) {
-    let _turn = alone();
     // The first, on a pipeline that has not run yet, is ragged: 13 samples.
     let references = PlainRun::of_cuts(case, 1, &[(13, 4), (8, 1), (9, 3), (8, 8)]);
     let others = references.len() - 1;
@@ -36,7 +35,6 @@ fn every_schedule(case: &Case) {
 
 /// Offloads some or all stages, in every order that has a worker for them. The first recompute mode depends on the turn.
 fn on_host(case: &Case, turn: usize) {
-    let _turn = alone();
     let references = PlainRun::of_cuts(case, 1, &[(13, 4), (8, 1), (8, 4)]);
     let of = |devices: usize, stages_per_device: usize, offload: Offload| {
         (devices, Schedule::BreadthFirst { stages_per_device }, offload)
@@ -61,7 +59,6 @@ fn on_host(case: &Case, turn: usize) {
 
 /// Gives each pipeline its part of every mini-batch.
 fn two_pipelines(case: &Case) {
-    let _turn = alone();
     // Ragged, even, one sample per micro-batch, and fewer samples than pipelines.
     let references = PlainRun::of_cuts(case, 2, &[(13, 3), (8, 2), (3, 4), (1, 2)]);
     for (schedule, recompute) in [
@@ -117,7 +114,6 @@ const LOSSES: [NamedLoss; 4] = [
 /// Covers kinds of losses and dtypes, from one sample on.
 #[test]
 fn every_loss_and_kind_of_number() {
-    let _turn = alone();
     for (kind, tolerance) in [(Kind::Double, 1e-10), (Kind::Float, 1e-4)] {
         for (name, loss, whole) in LOSSES {
             let schedules = [Schedule::OneFOneB, Schedule::ZeroBubbleH1];
@@ -164,7 +160,6 @@ tests! {
 /// If the tested device is not a CPU, every boundary and skip crosses devices here.
 #[test]
 fn a_mix_of_devices() {
-    let _turn = alone();
     for case in [&MLP, &CNN, &U_NET] {
         let references = PlainRun::of_cuts(case, 1, &[(9, 4)]);
         for recompute in Recompute::ALL {

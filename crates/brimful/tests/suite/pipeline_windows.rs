@@ -4,7 +4,7 @@
 use crate::support::pipeline_cases::{
     CASES, CNN, Case, Cut, GPT, INTERLEAVED, MLP, Piece, Plain, builder, built, drawn_seed, mlp,
 };
-use crate::support::{Update, alone, assert_close, test_device};
+use crate::support::{Update, assert_close, test_device};
 use brimful::StepError;
 use brimful::batch::BatchError;
 use brimful::optim::Adam;
@@ -87,7 +87,6 @@ fn compare(case: &Case, mut pipe: Pipeline, replicas: usize, lengths: &[usize], 
 
 #[test]
 fn several_mini_batches_are_one_step() {
-    let _turn = alone();
     let breadth_first = Schedule::BreadthFirst { stages_per_device: 3 };
     for case in &CASES {
         for (devices, schedule, recompute, locations) in [
@@ -111,7 +110,6 @@ fn several_mini_batches_are_one_step() {
 /// In some mini-batches, first or last, only one of the replicas has a sample.
 #[test]
 fn replicas_of_one_process_accumulate_too() {
-    let _turn = alone();
     for case in &CASES {
         for lengths in [WINDOW, [1, 7, 4], [4, 7, 1], [1, 1, 1]] {
             let what = format!("{}, {lengths:?}", case.name);
@@ -126,7 +124,6 @@ fn replicas_of_one_process_accumulate_too() {
 /// Covers failures of the layers, the closure, its loss, and its inputs.
 #[test]
 fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
-    let _turn = alone();
     let kinds = [(3, 1), (4, 2)];
     for (case, (devices, replicas)) in
         [&MLP, &CNN, &GPT].into_iter().flat_map(|case| kinds.map(|kind| (case, kind)))
@@ -174,7 +171,6 @@ fn a_mini_batch_that_fails_leaves_the_earlier_ones() {
 
 #[test]
 fn what_has_no_place_in_a_window_is_refused() {
-    let _turn = alone();
     tch::manual_seed(24);
     let mut pipe =
         builder(mlp(), 3).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");

@@ -1,12 +1,10 @@
 //! Replicas give exactly the gradient, loss, statistics and outputs of the plain model.
-//!
-//! One test at a time: the models' initial parameters come from one generator.
 
 use crate::support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
     assert_loss, batch, devices, distance, losses, plain, replicated,
 };
-use crate::support::{TOLERANCE, Update, alone, assert_fails, clear, numbers_there, test_device};
+use crate::support::{TOLERANCE, Update, assert_fails, clear, numbers_there, test_device};
 use brimful::batch::BatchError;
 use brimful::nn::batch_norm1d;
 use brimful::optim::{AdamW, Optimizer, Sgd};
@@ -17,7 +15,6 @@ use tch::{Device, Kind, Tensor};
 
 #[test]
 fn gradients_and_loss_are_the_full_batchs() {
-    let _alone = alone();
     let (store, model) = plain(Classifier::new);
     for count in [2, 3] {
         for size in [
@@ -53,7 +50,6 @@ fn gradients_and_loss_are_the_full_batchs() {
 
 #[test]
 fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
-    let _alone = alone();
     let ((_, model), mut replicas) =
         (plain(Classifier::new), replicated(3, MicroBatches::Samples(2)));
     let batch = batch(11);
@@ -88,7 +84,6 @@ fn parameters_of_all(replicas: &mut Replicas<Classifier>) -> Tensor {
 
 #[test]
 fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
-    let _alone = alone();
     for clip in [None, Some(0.05)] {
         for method in
             [Sgd::new(0.1).momentum(0.9).into(), brimful::optim::Method::from(AdamW::new(0.01))]
@@ -133,7 +128,6 @@ fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
 /// first on another device than the parameter.
 #[test]
 fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
-    let _alone = alone();
     let ((store, model), mut replicas) =
         (plain(Classifier::new), replicated(3, MicroBatches::Samples(2)));
     let (x, y, _) = batch(12);
@@ -162,7 +156,6 @@ fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
 #[test]
 fn an_optimizer_of_tch_will_do() {
     use tch::nn::OptimizerConfig;
-    let _alone = alone();
     let ((store, model), mut replicas) =
         (plain(Classifier::new), replicated(2, MicroBatches::Samples(4)));
     let mut plain = nn::Sgd::default().build(&store, 0.1).expect("an optimizer");
@@ -181,7 +174,6 @@ fn an_optimizer_of_tch_will_do() {
 
 #[test]
 fn a_frozen_and_loaded_first_replica_is_everyones() {
-    let _alone = alone();
     let (mut store, model) = plain(Classifier::new);
     tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 2.0))));
     let folder = tempfile::tempdir().expect("a folder");
@@ -209,7 +201,6 @@ fn a_frozen_and_loaded_first_replica_is_everyones() {
 
 #[test]
 fn deferred_statistics_are_those_of_all_samples() {
-    let _alone = alone();
     let layers = |root: &nn::Path| {
         nn::seq_t().add(batch_norm1d(root / "norm", 6, Default::default())).add(nn::linear(
             root / "one",
@@ -246,7 +237,6 @@ fn deferred_statistics_are_those_of_all_samples() {
 
 #[test]
 fn bad_replicas_are_refused_with_what_would_help() {
-    let _alone = alone();
     let none: [Device; 0] = [];
     let error =
         Replicas::new(none, MicroBatches::Samples(1), Classifier::new).expect_err("no device");

@@ -1,7 +1,5 @@
 //! Replicas support the features of a `MicroBatcher`: windows, losses on all outputs, CUDA graphs, memory format,
 //! reserved memory.
-//!
-//! One test at a time: the models' initial parameters come from one generator.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
@@ -11,7 +9,7 @@ use crate::support::full_batch::{
     Batch, CASES, Case, Classifier, MEAN, assert_gradients, assert_loss, batch, devices, distance,
     plain, replicated,
 };
-use crate::support::{TOLERANCE, alone, assert_fails, clear, test_device};
+use crate::support::{TOLERANCE, assert_fails, clear, test_device};
 use brimful::StepError;
 use brimful::memory::Arena;
 use brimful::micro::MemoryFormat;
@@ -27,7 +25,6 @@ fn rows((x, y, tokens): &Batch, start: i64, end: i64) -> Batch {
 
 #[test]
 fn a_window_of_mini_batches_is_one_step() {
-    let _alone = alone();
     let ((store, model), mut replicas) =
         (plain(Classifier::new), replicated(2, MicroBatches::Samples(2)));
     let whole = batch(16);
@@ -72,7 +69,6 @@ fn contrastive(net: &Classifier, z: &Tensor) -> Tensor {
 
 #[test]
 fn a_loss_on_the_outputs_of_all_samples() {
-    let _alone = alone();
     let (store, model) = plain(Classifier::new);
     for size in [MicroBatches::Samples(3), MicroBatches::Count(1), MicroBatches::Samples(1)] {
         let mut replicas = replicated(2, size);
@@ -100,7 +96,6 @@ fn a_loss_on_the_outputs_of_all_samples() {
 #[test]
 fn the_peak_of_a_loss_on_all_outputs_is_that_of_all_passes() {
     const FREE: i64 = 4 << 20;
-    let _alone = alone();
     let arena = Arena::limited("first", 16 * FREE as u64).expect("a limit");
     let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
     let net = |root: &nn::Path| nn::linear(root, 3, 2, Default::default());
@@ -117,7 +112,6 @@ fn the_peak_of_a_loss_on_all_outputs_is_that_of_all_passes() {
 
 #[test]
 fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot() {
-    let _alone = alone();
     let net = |root: &nn::Path| nn::conv2d(root, 3, 4, 3, Default::default());
     let replicas = Replicas::new(devices(2), MicroBatches::Samples(2), net).expect("replicas");
     let mut replicas = replicas.memory_format(MemoryFormat::Measured);
@@ -139,7 +133,6 @@ fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot()
 
 #[test]
 fn what_fails_in_any_pass_leaves_nothing() {
-    let _alone = alone();
     let mut replicas = replicated(2, MicroBatches::Samples(2));
     let (x, ..) = batch(8);
     let calls = Arc::new(AtomicUsize::new(0));
@@ -171,7 +164,6 @@ fn what_fails_in_any_pass_leaves_nothing() {
 
 #[test]
 fn replayed_replicas_leave_the_full_batchs_gradient() {
-    let _alone = alone();
     let (store, model) = plain(Classifier::new);
     let mut replicas = replicated(2, MicroBatches::Samples(4)).cuda_graphs(true);
     let cause = replicas.eager_cause().expect("threads").expect("a CPU is among them");
@@ -201,7 +193,6 @@ fn convolutions(root: &nn::Path) -> nn::SequentialT {
 
 #[test]
 fn the_order_in_memory_changes_no_gradient() {
-    let _alone = alone();
     let x = Tensor::arange(10 * 3 * 64, (Kind::Double, Device::Cpu)).sin().view([10, 3, 8, 8]);
     let x = x.to_device(test_device());
     for memory_format in [MemoryFormat::AsIs, MemoryFormat::ChannelsLast, MemoryFormat::Measured] {
@@ -228,7 +219,6 @@ fn the_order_in_memory_changes_no_gradient() {
 
 #[test]
 fn an_optimizers_memory_is_kept_free_on_the_first_device() {
-    let _alone = alone();
     let wide = |root: &nn::Path| nn::linear(root / "wide", 300, 300, Default::default());
     let ones = Tensor::ones([4000, 300], (Kind::Float, Device::Cpu));
     let squares =

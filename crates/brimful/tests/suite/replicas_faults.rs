@@ -1,6 +1,4 @@
 //! A failure on any replica leaves everything unchanged, no thread hangs, and the next step works.
-//!
-//! One test at a time: all threads draw from one generator.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
-use crate::support::{alone, assert_fails, assert_same, assert_threads};
+use crate::support::{assert_fails, assert_same, assert_threads};
 use brimful::NonFinitePolicy;
 use brimful::memory::Arena;
 use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
@@ -71,19 +69,16 @@ fn fail_on_each_replica(run: Run) {
 
 #[test]
 fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
-    let _alone = alone();
     fail_on_each_replica(in_one_pass);
 }
 
 #[test]
 fn the_n_th_allocation_of_two_passes_fails_on_each_replica_for_every_n() {
-    let _alone = alone();
     fail_on_each_replica(in_two_passes);
 }
 
 #[test]
 fn an_automatic_size_that_fails_anywhere_is_everyones_smaller_one() {
-    let _alone = alone();
     let arenas = arenas(2);
     for (number, arena) in arenas.iter().enumerate() {
         for n in (1..400).step_by(23) {
@@ -109,7 +104,6 @@ fn wide(root: &nn::Path) -> nn::Linear {
 
 #[test]
 fn the_smallest_memory_decides_for_all() {
-    let _alone = alone();
     let small = Arena::limited("small", 2 << 20).expect("a limit");
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1).arena(small)];
     let mut replicas = Replicas::new(devices, MicroBatches::Largest, wide).expect("replicas");
@@ -159,7 +153,6 @@ fn ended_by_the_last(
 
 #[test]
 fn errors_and_panics_come_as_they_are_after_all_was_undone() {
-    let _alone = alone();
     let policy = NonFinitePolicy::default();
     let error = ended_by_the_last(policy, |_| Err("no more")).expect("the closure's error");
     assert_eq!(error.to_string(), "no more");
@@ -170,7 +163,6 @@ fn errors_and_panics_come_as_they_are_after_all_was_undone() {
 
 #[test]
 fn what_is_not_finite_on_one_replica_is_refused_on_all() {
-    let _alone = alone();
     let loss = ended_by_the_last(NonFinitePolicy::RefuseLoss, |out| Ok(out * f64::NAN));
     // The root of 0 is finite; its slope is not.
     let slope = ended_by_the_last(NonFinitePolicy::RefuseGradients, |out| Ok((out * 0.0).sqrt()));
@@ -181,7 +173,6 @@ fn what_is_not_finite_on_one_replica_is_refused_on_all() {
 
 #[test]
 fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_is_not() {
-    let _alone = alone();
     let build = |root: &nn::Path| root.ones("weight", &[1]);
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
     let replicas = Replicas::new(devices, MicroBatches::Samples(1), build).expect("replicas");
@@ -201,7 +192,6 @@ fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_i
 
 #[test]
 fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
-    let _alone = alone();
     let arenas = arenas(2);
     let mut replicas =
         replicas(&arenas, MicroBatches::Samples(3)).non_finite(NonFinitePolicy::RefuseGradients);
@@ -216,7 +206,6 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
 
 #[test]
 fn threads_end_where_a_model_cannot_be_built() {
-    let _alone = alone();
     assert_threads(0);
     let builds = AtomicUsize::new(0);
     let broken = move |root: &nn::Path| {
@@ -230,7 +219,6 @@ fn threads_end_where_a_model_cannot_be_built() {
 
 #[test]
 fn sums_do_not_depend_on_the_threads_timing() {
-    let _alone = alone();
     let run = |slow: usize| {
         tch::manual_seed(1);
         let cpus = (0..3).map(|_| DeviceSpec::cpu().threads(1));
