@@ -6,7 +6,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex};
 
 use crate::support::pipeline_cases::{
-    CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, PlainRun, U_NET, builder, built, compare_whole,
+    CASES, CNN, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, builder, built, compare_whole,
     descend, eval, mlp,
 };
 use crate::support::{
@@ -55,6 +55,36 @@ fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
             let cut = Cut { samples, replicas: 2, micro_batches: 2 };
             compare_whole(case, builder((case.layers)(), 4), cut, &what);
         }
+    }
+}
+
+/// If the tested device is not a CPU, every boundary and skip crosses devices here.
+#[test]
+fn a_mix_of_devices() {
+    for (case, recompute) in
+        [&MLP, &CNN, &U_NET].into_iter().flat_map(|case| Recompute::ALL.map(|r| (case, r)))
+    {
+        let what = format!("{}, {recompute}, a mix", case.name);
+        let devices = [test_device(), Device::Cpu, test_device(), Device::Cpu];
+        let devices = devices.map(|device| DeviceSpec::from(device).threads(1));
+        let size = MicroBatches::Count(4);
+        let builder = builder((case.layers)(), 0).devices(devices).recompute(recompute);
+        let mut pipe = built(builder.micro_batches(size), &what);
+        let mut plain = Plain::of(&(case.layers)(), &pipe);
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        for number in 0..3 {
+            let (x, y) = case.data(9, number);
+            let step = pipe.backward(&x, &y, case.loss).expect(&what);
+            let expected = plain.backward(case, &x, &y, size, step.seed);
+            assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
+            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+            optimizer.update();
+            plain.optimizer.update();
+            assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
+        }
+        let (x, _) = case.data(9, 3);
+        let out = eval(&mut pipe, &x, MicroBatches::Count(5)).expect("an evaluation");
+        assert_all_close(&out, &plain.answer(&x), &what);
     }
 }
 
@@ -929,40 +959,6 @@ fn a_skip_may_be_of_nothing() {
     pipe.backward(&x, &x, mse).expect("a step");
     let trained: Vec<_> = pipe.gradients().expect("gradients").into_iter().map(|g| g.0).collect();
     assert_eq!(trained, ["one.number"]);
-}
-
-#[test]
-fn stages_without_parameters_are_fine() {
-    let layers = || {
-        Layers::new()
-            .add_fn("double", |x| x * 2.0)
-            .add("fc1", |p| nn::linear(p, 4, 4, Default::default()))
-            .add_fn("tanh", |x| x.tanh())
-            .add("fc2", |p| nn::linear(p, 4, 3, Default::default()))
-            .add_fn("last", |x| x.shallow_clone())
-    };
-    let case = Case { layers, ..MLP };
-    let references = PlainRun::of_cuts(&case, 1, &[(7, 3)]);
-    for recompute in Recompute::ALL {
-        let what = format!("without parameters, {recompute}");
-        let mut pipe = built(builder(layers(), 5).recompute(recompute), &what);
-        references[0].compare(&mut pipe, &what);
-
-        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-        let mut plain = Plain::of(&layers(), &pipe);
-        let (x, y) = case.data(7, 0);
-        let step = pipe.backward(&x, &y, case.loss).expect("a step");
-        plain.backward(&case, &x, &y, MicroBatches::Count(3), step.seed);
-        let norm = optimizer.clip_gradient_norm(0.1).expect("clipped");
-        let expected = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
-        assert!(
-            (norm.value().expect("a number") - expected.value().expect("a number")).abs() < 1e-10,
-            "{what}"
-        );
-        optimizer.update();
-        plain.optimizer.update();
-        assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
-    }
 }
 
 #[test]
