@@ -103,6 +103,43 @@ fn what_a_step_could_not_give_back_is_refused() {
     assert_eq!(error, PipelineError::AutomaticForward.into());
 }
 
+#[test]
+fn what_has_no_place_in_a_window_is_refused() {
+    tch::manual_seed(24);
+    let mut pipe =
+        builder(mlp(), 3).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let plain = Plain::of(&mlp(), &pipe);
+    assert_eq!(pipe.commit().expect_err("nothing"), Error::Step(StepError::NothingAccumulated));
+    let (x, y) = ((MLP.input)(6), (MLP.target)(6));
+    pipe.accumulate(&x, &y, MLP.loss).expect("a mini-batch");
+
+    // A whole step, in any of its forms.
+    let open = Error::Step(StepError::WindowOpen { samples: 6 });
+    assert_eq!(pipe.backward(&x, &y, MLP.loss).expect_err("a window is open"), open);
+    let error = pipe.backward_whole(&x, |out| out.sum(Kind::Double)).expect_err("open");
+    assert_eq!(error, open);
+    assert_eq!(pipe.forward(&x).expect_err("a window is open"), open);
+
+    // Different trained parameters than those of the sums.
+    pipe.freeze(|name| name.starts_with("fc2")).expect("frozen");
+    pipe.accumulate(&x, &y, MLP.loss).expect_err("others are trained now");
+    pipe.commit().expect_err("others are trained now");
+    assert!(pipe.gradients().expect("gradients").is_empty());
+    pipe.unfreeze(|_| true).expect("trained again");
+
+    // An evaluation is not part of the window.
+    let evaluated = pipe.evaluate(&x, &y, MLP.loss).expect("an evaluation").loss;
+    let step = pipe.commit().expect("what was accumulated");
+    let expected = plain.backward(&MLP, &x, &y, MicroBatches::Count(1), None);
+    assert!((step.loss - expected).abs() < 1e-10 && (evaluated - expected).abs() < 1e-10);
+    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "after all");
+    assert_eq!(
+        pipe.commit().expect_err("nothing any more"),
+        Error::Step(StepError::NothingAccumulated)
+    );
+    assert_eq!(pipe.output_device(), test_device());
+}
+
 /// A failing loss fails the step.
 #[test]
 fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
