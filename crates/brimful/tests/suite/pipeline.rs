@@ -6,12 +6,10 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex};
 
 use crate::support::pipeline_cases::{
-    CASES, CNN, Case, Cut, GPT, INTERLEAVED, MLP, Plain, U_NET, builder, built, compare_whole,
-    descend, eval, mlp,
+    CASES, CNN, GPT, INTERLEAVED, MLP, Plain, U_NET, builder, built, eval, mlp,
 };
 use crate::support::{
-    Named, Update, assert_all_close, assert_close, assert_fails, assert_same, copies,
-    numbers_there, test_device,
+    Named, Update, assert_all_close, assert_close, assert_fails, assert_same, copies, test_device,
 };
 use brimful::batch::BatchError;
 use brimful::memory::Arena;
@@ -29,33 +27,8 @@ use tch::{Device, Kind, Tensor};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
-/// Four offloaded stages.
-fn on_host(layers: Layers) -> Builder {
-    let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
-    builder(layers, 1).schedule(schedule).offload(Offload::Host)
-}
-
 fn mse(out: Tensor, y: &Tensor) -> Loss {
     Loss::mean(out.mse_loss(y, tch::Reduction::Mean))
-}
-
-#[test]
-fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
-    for case in &CASES {
-        for schedule in [Schedule::GPipe, Schedule::OneFOneB, INTERLEAVED] {
-            for recompute in Recompute::ALL {
-                let what = format!("{}, {schedule}, {recompute}", case.name);
-                let builder = builder((case.layers)(), 3).schedule(schedule).recompute(recompute);
-                let cut = Cut { samples: 7, replicas: 1, micro_batches: 4 };
-                compare_whole(case, builder, cut, &what);
-            }
-        }
-        for samples in [7, 1] {
-            let what = format!("{}, {samples} samples in two pipelines", case.name);
-            let cut = Cut { samples, replicas: 2, micro_batches: 2 };
-            compare_whole(case, builder((case.layers)(), 4), cut, &what);
-        }
-    }
 }
 
 /// If the tested device is not a CPU, every boundary and skip crosses devices here.
@@ -327,38 +300,7 @@ fn layers_can_tell_a_recompute() {
 }
 
 #[test]
-fn frozen_layers_get_no_gradient_and_stay() {
-    let on_devices = Recompute::ALL.map(|recompute| builder(mlp(), 3).recompute(recompute));
-    let others = [on_host(mlp()), builder(mlp(), 4).replicas(2)];
-    for builder in on_devices.into_iter().chain(others) {
-        let mut pipe = built(builder.micro_batches(MicroBatches::Count(2)), "frozen");
-        let plain = Plain::of(&mlp(), &pipe);
-        let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
-        let before = copies(&pipe.variables().expect("variables"));
-        let layers = ["fc1", "fc3", "fc4.bias"];
-        let frozen = |name: &str| layers.iter().any(|layer| name.starts_with(layer));
-        pipe.freeze(frozen).expect("frozen");
-        let (x, y) = ((MLP.input)(6), (MLP.target)(6));
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        plain.backward(&MLP, &x, &y, MicroBatches::Count(1), None);
-        let mut expected = plain.gradients();
-        expected.retain(|(name, _)| !frozen(name));
-        assert_eq!(expected.len(), 5);
-        assert_close(&pipe.gradients().expect("gradients"), &expected, "frozen");
-        optimizer.step().expect("a step");
-        for ((name, before), (_, after)) in before.iter().zip(pipe.variables().expect("variables"))
-        {
-            assert_eq!(before == &after, frozen(name), "{name}");
-        }
-        pipe.unfreeze(|_| true).expect("all");
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        assert_eq!(pipe.gradients().expect("gradients").len(), 10);
-        assert_fails(pipe.freeze(|name| name == "nobody"), &["the first of 10 is 'fc1.bias'"]);
-    }
-}
-
-#[test]
-fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
+fn what_replaces_or_thaws_a_shared_variable_counts_for_its_copies() {
     tch::manual_seed(6);
     let mut pipe = builder((GPT.layers)(), 3)
         .micro_batches(MicroBatches::Count(2))
@@ -370,21 +312,6 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
         let out = eval(pipe, &x, MicroBatches::Count(2)).expect("an evaluation");
         assert_all_close(&out, &plain.answer(&x), what);
     };
-    // A user-defined optimizer.
-    for number in 0..3 {
-        let what = format!("step {number}");
-        let (x, y) = ((GPT.input)(6), (GPT.target)(6));
-        let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-        plain.backward(&GPT, &x, &y, MicroBatches::Count(2), step.seed);
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        descend(pipe.variables().expect("variables"));
-        descend(plain.values());
-        pipe.zero_grad().expect("cleared");
-        plain.values().iter().for_each(|(_, value)| value.shallow_clone().zero_grad());
-        if number == 1 {
-            close(&mut pipe, &what);
-        }
-    }
     // Replaces the value by another.
     let table = |values: Named| {
         let found = values.into_iter().find(|(name, _)| name == "wte.weight");
@@ -817,31 +744,8 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let wide = Tensor::zeros([4, 9], DOUBLE);
     let failed = pipe.backward(&wide, &(MLP.target)(4), MLP.loss);
     assert_fails(failed, &["micro-batch 0, in layer 'fc1'"]);
+    assert_fails(pipe.freeze(|name| name == "nobody"), &["the first of 10 is 'fc1.bias'"]);
     pipe.backward(&(MLP.input)(4), &(MLP.target)(4), MLP.loss).expect("a step");
-}
-
-/// 65,536 overflows f16, but no gradient is that large.
-#[test]
-fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
-    let scale = |p: &nn::Path| {
-        let weight = p.ones("weight", &[]);
-        nn::func(move |x| x * &weight)
-    };
-    let layers = Layers::new().add("one", scale).add("two", scale);
-    let mut pipe = builder(layers, 2)
-        .kind(Kind::Half)
-        .micro_batches(MicroBatches::Count(2))
-        .build()
-        .expect("built");
-    let x = Tensor::full([64], 0.5, (Kind::Half, Device::Cpu));
-    let tokens = Tensor::full([64], 2048, (Kind::Int64, Device::Cpu));
-    let step = pipe.backward(&x, &tokens, |out: Tensor, tokens| {
-        Loss::mean_over(out.mean(Kind::Half), tokens.sum(Kind::Int64))
-    });
-    assert_eq!(step.expect("a step").loss, 0.5);
-    for (name, gradient) in pipe.gradients().expect("gradients") {
-        assert_eq!(gradient.double_value(&[]), 0.5, "{name}");
-    }
 }
 
 #[test]
@@ -936,42 +840,6 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
             }
             let found = running(pipe.variables().expect("variables"));
             assert_close(&found, &running(plain.values()), &format!("{recompute}"));
-        }
-    }
-}
-
-/// A case that torchgpipe does not detect: recomputation of a stage from an input that it has changed.
-#[test]
-fn changes_in_place_are_right_or_refused() {
-    tch::manual_seed(14);
-    let inside = || {
-        Layers::new()
-            .add("fc1", |p| nn::linear(p, 3, 3, Default::default()))
-            .add_fn("tanh", |x| x.shallow_clone().tanh_())
-            .add("fc2", |p| nn::linear(p, 3, 3, Default::default()))
-    };
-    // On the first stage's device, which gets the caller's tensor itself, not a copy.
-    let x = Tensor::randn([6, 3], DOUBLE).to_device(test_device());
-    for recompute in Recompute::ALL {
-        let build = |layers, sizes: [usize; 2]| {
-            let builder = builder(layers, 2).balance(sizes).micro_batches(MicroBatches::Count(3));
-            builder.recompute(recompute).build().expect("a pipeline")
-        };
-        // In the middle of a stage a change affects no other stage.
-        let mut pipe = build(inside(), [2, 1]);
-        let plain = Plain::of(&inside(), &pipe);
-        pipe.backward(&x, &x, mse).expect("a step");
-        plain.model.forward_t(&x, true).mse_loss(&x, tch::Reduction::Mean).backward();
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "inside");
-        // At the beginning of a stage it changes what another stage, or the caller, still needs.
-        let first = Layers::new().add_fn("add", |x| x.shallow_clone().g_add_scalar_(1.0));
-        let mut of_input = build(first.add_layers("rest", inside()), [3, 1]);
-        let mut of_boundary = build(inside(), [1, 2]);
-        for (pipe, x) in [(&mut of_input, x.copy()), (&mut of_boundary, x.shallow_clone())] {
-            let error = pipe.backward(&x, &x, mse).expect_err("changed in place").to_string();
-            // The error is ours and reports the location and a remedy.
-            let is_ours = error.starts_with("stage ") && error.contains(" in place");
-            assert!(is_ours, "{recompute}: {error}");
         }
     }
 }
@@ -1072,37 +940,4 @@ fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
         assert!(matches!(error, Error::InStep), "{error}");
     }
     optimizer.step().expect("behind the step");
-}
-
-/// Layer whose two tables get one gradient in two views, between two other layers.
-fn tables() -> Layers {
-    let table = |p: &nn::Path, name: &str| p.randn(name, &[3, 2], 0.0, 1.0);
-    Layers::new()
-        .add("first", |p| nn::linear(p, 2, 2, Default::default()))
-        .add("tables", move |p| {
-            let tables = ["position", "segment"].map(|name| table(p, name));
-            nn::func(move |x| {
-                tables.iter().fold(x.shallow_clone(), |x, table| x + table.unsqueeze(0))
-            })
-        })
-        .add("last", |p| nn::linear(p, 2, 2, Default::default()))
-}
-
-#[test]
-fn leaves_and_boundaries_that_get_one_gradient_in_views_are_counted_once() {
-    for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1, Schedule::GPipe] {
-        for devices in 1..=3 {
-            let what = format!("{schedule}, {devices} devices");
-            let builder =
-                builder(tables(), devices).schedule(schedule).micro_batches(MicroBatches::Count(3));
-            let mut pipe = built(builder, &what);
-            let plain = Plain::of(&tables(), &pipe);
-            let x = numbers_there(&[3, 3, 2], 5);
-            let loss = |out: &Tensor| out.tanh().square().sum(Kind::Double);
-            let ratio = move |out: Tensor, (): &()| Loss::ratio(loss(&out), out.size()[0] as f64);
-            pipe.backward(&x, &(), ratio).expect(&what);
-            (loss(&plain.model.forward_t(&x, true)) / 3.0).backward();
-            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        }
-    }
 }

@@ -13,10 +13,7 @@ use brimful_plan::split;
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use super::{
-    Named, Update, assert_all_close, assert_close, copies, gradients, set_values, test_device,
-    variables,
-};
+use super::{Named, gradients, set_values, test_device, variables};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
@@ -205,14 +202,6 @@ pub struct Piece {
     pub rng: StepRng,
 }
 
-impl Cut {
-    /// Returns the samples of each replica: near-equal parts, and none if there are too few.
-    fn shares(self) -> Vec<usize> {
-        let more = |replica| self.samples + self.replicas - 1 - replica;
-        (0..self.replicas).map(|replica| more(replica) / self.replicas).collect()
-    }
-}
-
 /// Returns the seed that a step would draw.
 pub fn drawn_seed() -> u64 {
     Tensor::randint(i64::MAX, [1], (Kind::Int64, Device::Cpu)).int64_value(&[0]).unsigned_abs()
@@ -336,37 +325,6 @@ pub fn of_all(out: &Tensor) -> Tensor {
 pub fn built(builder: Builder, what: &str) -> Pipeline {
     tch::manual_seed(7);
     builder.build().unwrap_or_else(|error| panic!("{what}: {error}"))
-}
-
-/// Compares a loss on all outputs, of a pipeline in one step and in two calls, with the plain model.
-pub fn compare_whole(case: &Case, builder: Builder, cut: Cut, what: &str) {
-    let builder =
-        builder.replicas(cut.replicas).micro_batches(MicroBatches::Count(cut.micro_batches));
-    let mut pipe = built(builder, what);
-    let plain = Plain::of(&(case.layers)(), &pipe);
-    let (x, _) = case.data(cut.samples, 0);
-    let step = pipe.backward_whole(&x, |out| of_all(out));
-    let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
-    let here = x.to_device(test_device());
-    let outputs = plain.outputs(&here, &case.pieces(cut, step.seed));
-    let expected = of_all(&outputs);
-    expected.backward();
-    let value = expected.double_value(&[]);
-    assert!((step.loss - value).abs() < 1e-9, "{what}: {} not {value}", step.loss);
-    assert_eq!(step.terms, [step.loss], "{what}");
-    assert_eq!((step.samples, &step.shares), (cut.samples, &cut.shares()), "{what}");
-    assert!(!step.outputs.requires_grad(), "{what}");
-    assert_eq!(step.outputs.tensors().len(), 1, "{what}");
-    assert_all_close(&step.outputs, &outputs, what);
-    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), what);
-
-    pipe.zero_grad().expect("cleared");
-    let (x, _) = case.data(cut.samples, 0);
-    let out = pipe.forward(&x).expect("a forward");
-    of_all(&out).backward();
-    let again = pipe.backward_from(out).unwrap_or_else(|error| panic!("{what}: {error}"));
-    assert_eq!(again.seed, step.seed, "{what}");
-    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), what);
 }
 
 /// Runs a user-defined optimizer's step on all variables that have a gradient.
