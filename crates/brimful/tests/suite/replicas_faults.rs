@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use crate::support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
+use crate::support::state::{dropout_layers, loss_of, samples, state};
 use crate::support::{assert_fails, assert_same, assert_threads};
 use brimful::NonFinitePolicy;
 use brimful::memory::Arena;
@@ -35,67 +35,12 @@ fn arenas(count: usize) -> Vec<Arena> {
     (0..count).map(|number| Arena::new(&format!("replica {number}"))).collect()
 }
 
-/// Step, in one pass over the samples or in two.
-type Run = fn(&mut Replicas<nn::SequentialT>) -> brimful::Result<()>;
-
-fn in_one_pass(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {
-    replicas.backward(&batch(), |net, x| loss(net, &x)).map(drop)
-}
-
 fn in_two_passes(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {
     let forward = |net: &nn::SequentialT, x: Tensor| net.forward_t(&x, true);
     let of_all = |_: &nn::SequentialT, z: &Tensor| {
         z.matmul(&z.tr()).logsumexp([1_i64], false).sum(Kind::Double)
     };
     replicas.backward_whole(&batch(), forward, of_all).map(drop)
-}
-
-fn fail_on_each_replica(run: Run) {
-    let arenas = arenas(2);
-    let expected = {
-        let mut replicas = replicas(&arenas, MicroBatches::Samples(3));
-        run(&mut replicas).expect("a step");
-        state(replicas.store())
-    };
-    for (number, arena) in arenas.iter().enumerate() {
-        let mut replicas = replicas(&arenas, MicroBatches::Samples(3));
-        let what = format!("replica {number}");
-        let now = |all: &Replicas<_>| state(all.store());
-        let failures = fail_every_allocation(&what, arena, &mut replicas, now, run);
-        assert!(failures >= 50, "only {failures} allocations on {what}");
-        assert_same("after all failures", &expected, &state(replicas.store()));
-    }
-}
-
-#[test]
-fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
-    fail_on_each_replica(in_one_pass);
-}
-
-#[test]
-fn the_n_th_allocation_of_two_passes_fails_on_each_replica_for_every_n() {
-    fail_on_each_replica(in_two_passes);
-}
-
-#[test]
-fn an_automatic_size_that_fails_anywhere_is_everyones_smaller_one() {
-    let arenas = arenas(2);
-    for (number, arena) in arenas.iter().enumerate() {
-        for n in (1..400).step_by(23) {
-            let mut replicas = replicas(&arenas, MicroBatches::Auto);
-            let before = state(replicas.store());
-            arena.fail_nth_allocation(n);
-            let step = replicas.backward(&batch(), |net, x| loss(net, &x)).expect("retried");
-            arena.fail_nth_allocation(0);
-            assert_eq!(step.samples, 12, "allocation {n} of replica {number}");
-            // No retry if the failing allocation is outside the mini-batch's run, or if the step has fewer allocations.
-            assert!(step.retries <= 1, "allocation {n} of replica {number}");
-            let size = step.decisions.last().map(|decision| decision.size).expect("a decision");
-            assert!(step.sizes.iter().all(|&one| one <= size), "{:?}", step.sizes);
-            let after = state(replicas.store());
-            assert_ne!(before, after, "allocation {n} of replica {number}: nothing was done");
-        }
-    }
 }
 
 fn wide(root: &nn::Path) -> nn::Linear {
@@ -149,16 +94,6 @@ fn ended_by_the_last(
     assert_same("a failure", &before, &state(replicas.store()));
     replicas.backward(&batch(), |net, x| loss(net, &x)).expect("the next step");
     ended.map(|step| step.expect_err("it fails"))
-}
-
-#[test]
-fn errors_and_panics_come_as_they_are_after_all_was_undone() {
-    let policy = NonFinitePolicy::default();
-    let error = ended_by_the_last(policy, |_| Err("no more")).expect("the closure's error");
-    assert_eq!(error.to_string(), "no more");
-    let thrown = ended_by_the_last(policy, |_| panic!("the last micro-batch"));
-    let payload = thrown.expect_err("the closure's panic");
-    assert_eq!(payload.downcast_ref::<&str>(), Some(&"the last micro-batch"));
 }
 
 #[test]
