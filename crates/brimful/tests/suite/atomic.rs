@@ -1,12 +1,9 @@
 //! A failed step leaves gradients, statistics and random state unchanged.
 
-use std::panic::{self, AssertUnwindSafe};
-
 use crate::support::state::{Net, samples, state};
 use crate::support::{assert_fails, assert_same, test_device};
 use brimful::NonFinitePolicy;
 use brimful::StepError;
-use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, MicroBatches, Replicas};
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, ModuleT};
@@ -23,56 +20,6 @@ fn net_with_a_gradient() -> Net {
 
 fn batch() -> Tensor {
     samples(12)
-}
-
-#[test]
-fn the_n_th_allocation_fails_for_every_n() {
-    let arena = Arena::new("faulty");
-    let expected = {
-        let net = net_with_a_gradient();
-        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
-        micro.backward(&batch(), |x| net.loss(&x)).expect("a step");
-        state(&net.store)
-    };
-    let mut n = 0;
-    loop {
-        n += 1;
-        let net = net_with_a_gradient();
-        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4))
-            .memory(Memory::Arena(arena.clone()));
-        let (batch, before) = (batch(), state(&net.store));
-        arena.fail_nth_allocation(n);
-        match micro.backward(&batch, |x| net.loss(&x)) {
-            Err(Error::OutOfMemory(_)) => {
-                assert_same(&format!("allocation {n}"), &before, &state(&net.store))
-            }
-            Err(other) => panic!("allocation {n}: {other}"),
-            Ok(_) => break,
-        }
-        micro.backward(&batch, |x| net.loss(&x)).expect("it fails once");
-        assert_same(&format!("after allocation {n}"), &expected, &state(&net.store));
-    }
-    arena.fail_nth_allocation(0);
-    assert!(n > 100, "only {n} allocations in three micro-batches");
-}
-
-#[test]
-fn a_panic_goes_on_after_everything_was_put_back() {
-    let net = net_with_a_gradient();
-    let before = state(&net.store);
-    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
-    let mut calls = 0;
-    let result = panic::catch_unwind(AssertUnwindSafe(|| {
-        micro.backward(&batch(), |x| {
-            calls += 1;
-            assert!(calls < 3, "the third micro-batch");
-            net.loss(&x)
-        })
-    }));
-    let payload = result.expect_err("the closure's panic");
-    assert_eq!(payload.downcast_ref::<&str>(), Some(&"the third micro-batch"));
-    assert_same("a panic", &before, &state(&net.store));
-    micro.backward(&batch(), |x| net.loss(&x)).expect("the next step");
 }
 
 /// Runs a step that must fail with these words, and checks that nothing has changed.

@@ -181,17 +181,3 @@ fn a_single_value_moves_the_mean_alone() {
     assert_ne!(after[0], before[0]);
     assert_eq!(after[1], before[1], "of one value there is none");
 }
-
-#[test]
-fn a_loss_over_the_whole_counts_its_two_forwards_once() {
-    let x = batch(&[12, 3]);
-    let plain = layer(BatchNormPolicy::Deferred, 2);
-    let _ = plain.layer.forward_t(&x, true);
-    for policy in [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch] {
-        let split = layer(policy, 2);
-        let mut micro = MicroBatcher::new(&split.store, MicroBatches::Samples(12));
-        let forward = |x: Tensor| split.layer.forward_t(&x, true);
-        micro.backward_whole(&x, forward, |z| z.square().mean(Kind::Double)).expect("a step");
-        assert_near(&format!("{policy:?}"), &statistics(&plain), &statistics(&split));
-    }
-}

@@ -1,6 +1,6 @@
 //! Automatic sizes of pipelines: the stage with the least memory decides, and a failed step is retried.
 
-use crate::support::pipeline_cases::{eval, of_all};
+use crate::support::pipeline_cases::of_all;
 use crate::support::{Named, assert_within, numbers};
 use brimful::auto::Why;
 use brimful::memory::Arena;
@@ -139,15 +139,4 @@ fn a_loss_on_all_outputs_is_tried_again_too() {
     let (x, _) = batch();
     let mean = |out: &Outputs| of_all(out) / SAMPLES as f64;
     run_out_in_any_stage(|pipe| pipe.backward_whole(&x, mean).map(reported));
-}
-
-#[test]
-fn evaluation_has_a_size_of_its_own() {
-    let mut pipe = pipeline(MicroBatches::Auto, &free());
-    let (x, _) = batch();
-    let expected = eval(&mut pipe, &x, MicroBatches::Count(3)).expect("outputs");
-    for _ in 0..3 {
-        let got = eval(&mut pipe, &x, MicroBatches::Auto).expect("outputs");
-        assert!((&got - &expected).abs().max().double_value(&[]) < 1e-12);
-    }
 }

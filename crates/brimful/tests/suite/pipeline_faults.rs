@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
 use std::thread;
 
-use crate::support::pipeline_cases::eval;
 use crate::support::{Named, Watchdog, assert_close, assert_threads, copies, threads};
 use brimful::loss::LossError;
 use brimful::memory::Arena;
@@ -244,114 +243,6 @@ fn a_backward_that_is_refused_is_named_with_its_action() {
         }
     }
     plan_fault(None);
-}
-
-/// A pipeline's method; the number represents its result.
-type Call = fn(&mut Pipeline, &Tensor) -> Result<f64, Error>;
-
-/// Methods besides a step.
-const CALLS: [(&str, Call); 3] = [
-    ("backward_whole", |pipe, x| {
-        let step = pipe.backward_whole(x, |out| out.square().mean(Kind::Double))?;
-        let gradients = pipe.gradients()?;
-        pipe.zero_grad()?;
-        let sums = gradients.iter().map(|(_, gradient)| gradient.abs().sum(Kind::Double));
-        Ok(step.loss + sums.map(|sum| sum.double_value(&[])).sum::<f64>())
-    }),
-    ("map", |pipe, x| {
-        Ok(eval(pipe, x, MicroBatches::Count(3))?.abs().sum(Kind::Double).double_value(&[]))
-    }),
-    ("evaluate", |pipe, x| {
-        let loss = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
-        pipe.set_micro_batches(MicroBatches::Count(3));
-        Ok(pipe.evaluate(x, x, loss)?.loss)
-    }),
-];
-
-#[test]
-fn every_call_survives_every_fault() {
-    quiet_workers();
-    let x = Tensor::arange(44, (Kind::Double, Device::Cpu)).sin().view([11, 4]);
-    for (schedule, recompute) in [MODES[1], MODES[2], MODES[5]] {
-        for (name, call) in CALLS {
-            let mut pipe = pipeline(schedule, recompute, &arenas());
-            // Statistics change once, before the comparison.
-            call(&mut pipe, &x).expect("an undisturbed call");
-            let before = values(&pipe);
-            let again = |pipe: &mut Pipeline| {
-                pipe.set_variables(copies(&before)).expect("the same variables");
-                tch::manual_seed(3);
-                call(pipe, &x)
-            };
-            let expected = again(&mut pipe).expect("an undisturbed call");
-            let parts = if name == "backward_whole" { MICRO_BATCHES } else { 3 };
-            for (stage, number) in (0..STAGES).flat_map(|s| (0..parts).map(move |n| (s, n))) {
-                for fault in [Fault::Panic, Fault::Refused, Fault::RefusedInBackward] {
-                    let what =
-                        format!("{name}, {schedule}, {recompute}, {stage} {number} {fault:?}");
-                    plan_fault(Some((stage, false, number, fault)));
-                    match again(&mut pipe) {
-                        Err(error) => {
-                            let (action, ..) = stage_error(Some(error), &what);
-                            assert_eq!(action.stage.index(), stage, "{what}");
-                            assert!(pipe.gradients().expect("gradients").is_empty(), "{what}");
-                            assert_close(&values(&pipe), &before, &what);
-                        }
-                        // An evaluation has no backward, and a recompute runs anew.
-                        Ok(_) => assert_eq!(fault, Fault::RefusedInBackward, "{what}"),
-                    }
-                    assert_eq!(again(&mut pipe), Ok(expected), "{what}");
-                }
-            }
-        }
-    }
-    plan_fault(None);
-}
-
-/// Covers forwards with and without a graph, recomputes, whole and split backwards, and everything around them.
-#[test]
-fn memory_may_run_out_at_any_allocation_of_any_stage() {
-    quiet_workers();
-    memory_runs_out(Schedule::OneFOneB, |_| vec![ActionKind::Backward]);
-    memory_runs_out(Schedule::ZeroBubbleH1, |stage| match stage {
-        // Its input part has nothing to compute.
-        0 => vec![ActionKind::WeightGradient],
-        _ => vec![ActionKind::InputGradient, ActionKind::WeightGradient],
-    });
-}
-
-/// Fails every allocation; the failing actions must include these parts of a stage's backward.
-fn memory_runs_out(schedule: Schedule, backward: fn(usize) -> Vec<ActionKind>) {
-    let arenas = arenas();
-    let mut trial = Trial::new(pipeline(schedule, Recompute::ExceptLast, &arenas));
-    for (stage, arena) in arenas.iter().enumerate() {
-        let mut kinds = Vec::new();
-        for n in 1.. {
-            let what = format!("{schedule}, stage {stage}, allocation {n}");
-            // Restoring the variables before the step allocates nothing.
-            arena.fail_nth_allocation(n);
-            let error = trial.run(&what);
-            arena.fail_nth_allocation(0);
-            let Some(error) = error else { break };
-            let oom = error.out_of_memory().unwrap_or_else(|| panic!("{what}: {error:?}"));
-            assert_eq!(oom.arena(), Some(format!("stage {stage}").as_str()), "{what}");
-            if let Error::Stage { action, .. } = &error {
-                assert_eq!(action.stage.index(), stage, "{what}");
-                kinds.push(action.kind);
-            }
-        }
-        let mut expected = backward(stage);
-        expected.push(ActionKind::Forward);
-        // The last stage's backwards come right after their forwards.
-        expected.extend((stage + 1 < STAGES).then_some(ActionKind::Recompute));
-        for kind in ActionKind::ALL {
-            assert_eq!(
-                kinds.contains(&kind),
-                expected.contains(&kind),
-                "{schedule}, stage {stage}: {kind:?} in {kinds:?}"
-            );
-        }
-    }
 }
 
 #[test]

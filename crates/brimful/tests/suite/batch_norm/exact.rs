@@ -4,7 +4,6 @@ use brimful::memory::Arena;
 use brimful::nn::{
     BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, batch_norm3d,
 };
-use brimful::optim::{Optimizer, Sgd};
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Recompute;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
@@ -14,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::support::pipeline_cases::{Plain, builder};
 use crate::support::state::fail_every_allocation;
 use crate::support::{
-    Named, Update, assert_fails, assert_within, copies, numbers, numbers_there, test_device,
+    Named, assert_fails, assert_within, copies, numbers, numbers_there, test_device,
 };
 
 pub const EXACT: BatchNormConfig = BatchNormConfig {
@@ -147,22 +146,6 @@ fn whatever_is_recomputed_and_wherever_stages_live() {
             }
         }
     }
-}
-
-#[test]
-fn three_steps_of_sgd_stay_together() {
-    let pipe = builder(layers(2, EXACT), 1).micro_batches(MicroBatches::Samples(2)).balance([4, 5]);
-    let pipe = pipe.schedule(brimful::schedule::Schedule::BreadthFirst { stages_per_device: 2 });
-    let (mut pipe, plain) = both(2, EXACT, pipe.build().expect("a pipeline"));
-    let mut ours = pipe.optimizer(Sgd::new(0.05)).expect("an optimizer");
-    let mut theirs = Optimizer::new(&plain.store, Sgd::new(0.05)).expect("an optimizer");
-    for step in 0..3 {
-        let x = input(9, 2) + f64::from(step);
-        assert_exact(&mut pipe, &plain, &x, 1e-9, &format!("step {step}"));
-        ours.update();
-        theirs.update();
-    }
-    assert_within(&pipe.variables().expect("variables"), &plain.values(), 1e-9, "after");
 }
 
 #[test]
