@@ -20,7 +20,7 @@ use crate::model::{
 };
 use crate::plain::{Draw, Piece, Plain, Run, Updates};
 use crate::support::pipeline_cases::drawn_seed;
-use crate::support::{Named, assert_near, copies, numbers, test_device};
+use crate::support::{Named, assert_near, copies, numbers, test_device, words_of};
 
 const RATE: f64 = 0.05;
 
@@ -958,13 +958,9 @@ fn ended<T>(call: impl FnOnce() -> brimful::Result<T>) -> Ended<T> {
     match panic::catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(value)) => Ended::Well(value),
         Ok(Err(error)) => Ended::Refused(error),
-        Err(payload) => {
-            let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-            let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
-            match text.as_deref() {
-                Some("the layer gives up") => Ended::Panicked,
-                _ => panic::resume_unwind(payload),
-            }
-        }
+        Err(payload) => match words_of(&*payload).as_deref() {
+            Some("the layer gives up") => Ended::Panicked,
+            _ => panic::resume_unwind(payload),
+        },
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
-use crate::support::pipeline_cases::{CASES, CNN, Plain, builder, mlp};
+use crate::support::pipeline_cases::{CASES, CNN, Plain, builder, mlp, piped};
 use crate::support::{
     Named, Update, assert_close, assert_fails, copies, numbers_there, set_values, test_device,
     variables,
@@ -223,10 +223,7 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
     tch::manual_seed(3);
     for case in &CASES {
         let layers = (case.layers)();
-        let mut pipe = builder(layers.clone(), 3)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(layers.clone(), 3, 2);
         let plain = Plain::of(&layers, &pipe);
         let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
         let mut own = Optimizer::new(&plain.store, Sgd::new(0.1)).expect("an optimizer");
@@ -258,10 +255,7 @@ fn a_pipeline_is_judged_with_its_averages_and_trains_on_with_its_own_weights() {
     tch::manual_seed(4);
     // Copies of shared weights are updated too.
     for case in &CASES {
-        let mut pipe = builder((case.layers)(), 3)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped((case.layers)(), 3, 2);
         let (x, y) = ((case.input)(6), (case.target)(6));
         let judged = |pipe: &mut Pipeline| pipe.evaluate(&x, &y, case.loss).expect("judged").loss;
         let mut ema = pipe.ema(0.9).expect("averages");

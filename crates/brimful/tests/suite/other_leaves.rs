@@ -1,7 +1,7 @@
 //! Leaves besides the model's parameters (a batch that requires a gradient, another store's variables) get the
 //! full batch's gradient on one device, atomically; elsewhere they are refused.
 
-use crate::support::pipeline_cases::builder;
+use crate::support::pipeline_cases::{builder, piped};
 use crate::support::{
     Named, assert_all_close, assert_close, assert_same, clear, micro_batcher, numbers_there,
     test_device,
@@ -247,8 +247,7 @@ fn a_pipeline_refuses_them_before_anything_has_changed() {
 #[test]
 fn a_loss_on_all_outputs_of_a_pipeline_refuses_leaves_of_its_own() {
     let layers = Layers::new().add("one", |p| nn::linear(p, 4, 3, Default::default()));
-    let mut pipe =
-        builder(layers, 1).micro_batches(MicroBatches::Count(3)).build().expect("a pipeline");
+    let mut pipe = piped(layers, 1, 3);
     let x = Case::new().x.detach();
     let scale = numbers_there(&[3], 2).set_requires_grad(true);
     refused(pipe.backward_whole(&x, |out| (&**out * &scale).square().sum(Kind::Double)), &[3]);

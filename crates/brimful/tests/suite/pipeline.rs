@@ -6,7 +6,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex};
 
 use crate::support::pipeline_cases::{
-    CASES, CNN, GPT, INTERLEAVED, MLP, Plain, U_NET, builder, built, eval, mlp,
+    CASES, CNN, GPT, INTERLEAVED, MLP, Plain, U_NET, builder, built, eval, mlp, piped,
 };
 use crate::support::{
     Named, Update, assert_all_close, assert_close, assert_fails, assert_same, copies, test_device,
@@ -14,7 +14,7 @@ use crate::support::{
 use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
-use brimful::optim::{Adam, Method, Optimizer, Sgd};
+use brimful::optim::{Adam, Ema, Method, Optimizer, Sgd};
 use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineError};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
@@ -63,8 +63,7 @@ fn a_mix_of_devices() {
 
 #[test]
 fn what_a_step_could_not_give_back_is_refused() {
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let x = Tensor::ones([4, 4], DOUBLE).set_requires_grad(true);
     let refused = PipelineError::InputGradient { leaf: 0 };
     assert_eq!(pipe.backward(&x, &x, mse).expect_err("traced"), refused.clone().into());
@@ -79,8 +78,7 @@ fn what_a_step_could_not_give_back_is_refused() {
 #[test]
 fn what_has_no_place_in_a_window_is_refused() {
     tch::manual_seed(24);
-    let mut pipe =
-        builder(mlp(), 3).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 3, 2);
     let plain = Plain::of(&mlp(), &pipe);
     assert_eq!(pipe.commit().expect_err("nothing"), Error::Step(StepError::NothingAccumulated));
     let (x, y) = ((MLP.input)(6), (MLP.target)(6));
@@ -116,8 +114,7 @@ fn what_has_no_place_in_a_window_is_refused() {
 /// A failing loss fails the step.
 #[test]
 fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let x = (MLP.input)(6);
     let sum = |out: &brimful::pipeline::Outputs| out.sum(Kind::Double);
     pipe.backward_whole(&x, sum).expect("a step");
@@ -151,8 +148,7 @@ fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
 
 #[test]
 fn outputs_without_a_gradient_or_of_an_earlier_forward_are_refused() {
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let x = Tensor::ones([4, 4], DOUBLE);
     let out = pipe.forward(&x).expect("a forward");
     let error = pipe.backward_from(out).expect_err("no gradient");
@@ -302,10 +298,7 @@ fn layers_can_tell_a_recompute() {
 #[test]
 fn what_replaces_or_thaws_a_shared_variable_counts_for_its_copies() {
     tch::manual_seed(6);
-    let mut pipe = builder((GPT.layers)(), 3)
-        .micro_batches(MicroBatches::Count(2))
-        .build()
-        .expect("a pipeline");
+    let mut pipe = piped((GPT.layers)(), 3, 2);
     let plain = Plain::of(&(GPT.layers)(), &pipe);
     let close = |pipe: &mut Pipeline, what: &str| {
         let x = (GPT.input)(5);
@@ -342,12 +335,7 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
             let (x, y) = case.data(6, number);
             pipe.backward(&x, &y, case.loss).expect("a step")
         };
-        let build = |devices| {
-            builder((case.layers)(), devices)
-                .micro_batches(MicroBatches::Count(3))
-                .build()
-                .expect("a pipeline")
-        };
+        let build = |devices| piped((case.layers)(), devices, 3);
         let mut first = build(3);
         let mut optimizer = first.optimizer(Adam::new(0.01)).expect("an optimizer");
         train(&mut first, 0);
@@ -408,63 +396,67 @@ fn what_does_not_fit_is_not_loaded() {
     assert_eq!(optimizer.learning_rate(), 0.1);
 }
 
-/// When one worker's memory runs out, a worker that has already loaded has no memory to restore its old values.
-#[test]
-fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
-    let arenas = ["first", "second"].map(Arena::new);
+/// Pipeline of two workers with a memory each.
+fn between(arenas: &[Arena; 2]) -> Pipeline {
     let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
     let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
-    let mut pipe = builder.micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
-    let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
-    let (x, y) = MLP.data(6, 0);
-    let mut train = |optimizer: &mut Optimizer| {
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        optimizer.update();
-        let (tensors, metadata) = optimizer.state().expect("a state");
-        (copies(&tensors), metadata)
-    };
-    let (saved, texts) = train(&mut optimizer);
-    let before = train(&mut optimizer).0;
-    let [first, second] = &arenas;
-    let asked = first.allocations();
-    optimizer.load_state(&before, &texts).expect("loaded");
-    for n in 1..=first.allocations() - asked + 1 {
-        first.fail_from_nth_allocation(n);
-        second.fail_from_nth_allocation(1);
-        let failed = optimizer.load_state(&saved, &texts);
-        [first, second].iter().for_each(|arena| arena.fail_nth_allocation(0));
-        assert!(failed.expect_err("no memory").out_of_memory().is_some());
-        assert_same("as before", &optimizer.state().expect("a state").0, &before);
-    }
-    optimizer.load_state(&saved, &texts).expect("loaded");
-    assert_same("loaded", &optimizer.state().expect("a state").0, &saved);
+    builder.micro_batches(MicroBatches::Count(2)).build().expect("a pipeline")
 }
 
-#[test]
-fn averages_that_one_worker_has_no_memory_for_are_loaded_by_none() {
-    let arenas = ["first", "second"].map(Arena::new);
-    let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
-    let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
-    let mut pipe = builder.build().expect("a pipeline");
-    let mut ema = pipe.ema(0.5).expect("averages");
-    let (tensors, texts) = ema.state().expect("a state");
-    let before = copies(&tensors);
-    let saved: Vec<_> = tensors.iter().map(|(name, t)| (name.clone(), t + 1.0)).collect();
-    let [first, second] = &arenas;
+/// Checks that a state is loaded by both workers or by none. When one worker's memory runs out, a worker that has
+/// already loaded has no memory to restore its old values.
+fn loaded_by_all_or_none<T>(
+    [first, second]: &[Arena; 2],
+    part: &mut T,
+    (before, saved): (&Named, &Named),
+    state: impl Fn(&T) -> Named,
+    load: impl Fn(&mut T, &Named) -> brimful::Result<()>,
+) {
     let asked = first.allocations();
-    ema.load_state(&before, &texts).expect("loaded");
+    load(part, before).expect("loaded");
     let needed = first.allocations() - asked;
     assert!(needed > 0, "read into memory of its own");
     for n in 1..=needed + 1 {
         first.fail_from_nth_allocation(n);
         second.fail_from_nth_allocation(1);
-        let failed = ema.load_state(&saved, &texts);
+        let failed = load(part, saved);
         [first, second].iter().for_each(|arena| arena.fail_nth_allocation(0));
         assert!(failed.expect_err("no memory").out_of_memory().is_some());
-        assert_same("as before", &ema.state().expect("a state").0, &before);
+        assert_same("as before", &state(part), before);
     }
-    ema.load_state(&saved, &texts).expect("loaded");
-    assert_same("loaded", &ema.state().expect("a state").0, &saved);
+    load(part, saved).expect("loaded");
+    assert_same("loaded", &state(part), saved);
+}
+
+#[test]
+fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
+    let arenas = ["first", "second"].map(Arena::new);
+    let mut pipe = between(&arenas);
+    let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
+    let (x, y) = MLP.data(6, 0);
+    let mut train = || {
+        pipe.backward(&x, &y, MLP.loss).expect("a step");
+        optimizer.update();
+        let (tensors, texts) = optimizer.state().expect("a state");
+        (copies(&tensors), texts)
+    };
+    let ((saved, texts), (before, _)) = (train(), train());
+    let state = |optimizer: &Optimizer| optimizer.state().expect("a state").0;
+    let load = |optimizer: &mut Optimizer, all: &Named| optimizer.load_state(all, &texts);
+    loaded_by_all_or_none(&arenas, &mut optimizer, (&before, &saved), state, load);
+}
+
+#[test]
+fn averages_that_one_worker_has_no_memory_for_are_loaded_by_none() {
+    let arenas = ["first", "second"].map(Arena::new);
+    let mut pipe = between(&arenas);
+    let mut ema = pipe.ema(0.5).expect("averages");
+    let (tensors, texts) = ema.state().expect("a state");
+    let before = copies(&tensors);
+    let saved: Named = tensors.iter().map(|(name, t)| (name.clone(), t + 1.0)).collect();
+    let state = |ema: &Ema| ema.state().expect("a state").0;
+    let load = |ema: &mut Ema, all: &Named| ema.load_state(all, &texts);
+    loaded_by_all_or_none(&arenas, &mut ema, (&before, &saved), state, load);
 }
 
 #[test]
@@ -492,10 +484,7 @@ fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
 fn clipping_groups_and_rates_are_those_of_one_optimizer() {
     tch::manual_seed(8);
     // With this many stages, some have no parameter.
-    let mut pipe = builder((GPT.layers)(), 8)
-        .micro_batches(MicroBatches::Count(2))
-        .build()
-        .expect("a pipeline");
+    let mut pipe = piped((GPT.layers)(), 8, 2);
     let mut plain = Plain::of(&(GPT.layers)(), &pipe);
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
     let bias = |name: &str| name.ends_with("bias");
@@ -556,8 +545,7 @@ fn a_group_that_cannot_be_is_made_nowhere() {
 
 #[test]
 fn every_action_is_reported_with_its_time() {
-    let mut pipe =
-        builder(mlp(), 3).micro_batches(MicroBatches::Count(5)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 3, 5);
     let (x, y) = ((MLP.input)(10), (MLP.target)(10));
     let step = pipe.backward(&x, &y, MLP.loss).expect("a step");
     let timeline = step.timeline.expect("a pipeline's");
@@ -729,8 +717,7 @@ fn devices_that_cannot_be_dealt_out_are_refused() {
 
 #[test]
 fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let error = pipe.backward(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::Batch(BatchError::LeafLengthsDiffer { lengths: vec![4, 5] }));
     // A loss without targets passes none.
@@ -759,8 +746,7 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
     };
     let x = Tensor::ones([4, 2], DOUBLE);
     let sum = |out: Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double));
-    let mut pipe =
-        builder(layers(), 3).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(layers(), 3, 2);
     pipe.backward(&x, &x, sum).expect("nobody looks");
     let strict = builder(layers(), 3)
         .micro_batches(MicroBatches::Count(2))
@@ -920,8 +906,7 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
 /// The step occupies the workers, and would wait for its own loss.
 #[test]
 fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
     let averages = pipe.ema(0.9).expect("averages");
     let used = Arc::new(Mutex::new((optimizer, averages, Vec::new())));

@@ -1,6 +1,6 @@
 //! Weight decay for matrices only, in one optimizer and in a pipeline's.
 
-use crate::support::pipeline_cases::{CASES, Plain, builder};
+use crate::support::pipeline_cases::{CASES, Plain, builder, piped};
 use crate::support::{Update, assert_close, test_device};
 use brimful::optim::{AdamW, NO_DECAY_GROUP, OptimError, Optimizer, Sgd};
 use brimful::{Error, MicroBatches};
@@ -61,10 +61,7 @@ fn a_pipeline_decays_as_one_optimizer_and_reads_its_state() {
     let config = AdamW::new(0.01).weight_decay(0.3);
     for case in &CASES {
         let layers = (case.layers)();
-        let mut pipe = builder(layers.clone(), 3)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(layers.clone(), 3, 2);
         let plain = Plain::of(&layers, &pipe);
         let mut optimizer = pipe.optimizer(config).expect("an optimizer");
         optimizer.decay_only_matrices().expect("a group");

@@ -27,6 +27,12 @@ fn builder(case: &Case, world: &World, devices: usize) -> Builder {
     pipeline_cases::builder((case.layers)(), devices).world(world)
 }
 
+/// Builds such a pipeline, which cuts a mini-batch into this many micro-batches.
+fn piped(case: &Case, world: &World, devices: usize, micro_batches: usize) -> Pipeline {
+    let builder = builder(case, world, devices).micro_batches(MicroBatches::Count(micro_batches));
+    builder.build().expect("a pipeline")
+}
+
 /// Returns the part of a mini-batch for this rank's replica: empty if there are too few samples.
 fn part(world: &World, replicas: usize, all: &Tensor) -> Tensor {
     let samples = all.size()[0] as usize;
@@ -316,10 +322,7 @@ fn saved_by_three_ranks_and_resumed_by_one_process() {
         let folder = folder(&world);
         let (model, state) = (folder.join("model.safetensors"), folder.join("state.safetensors"));
         tch::manual_seed(5);
-        let mut pipe = builder(&GPT, &world, 1)
-            .micro_batches(MicroBatches::Count(3))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(&GPT, &world, 1, 3);
         let first = copies(&pipe.variables().expect("variables"));
         let mut opt = optimizer(&mut pipe);
         train(&mut pipe, &mut opt, 0..2);
@@ -353,10 +356,7 @@ fn saved_by_three_ranks_and_resumed_by_one_process() {
 #[test]
 fn frozen_layers_and_what_no_rank_has() {
     in_ranks(2, |world| {
-        let mut pipe = builder(&MLP, &world, 1)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(&MLP, &world, 1, 2);
         assert_fails(pipe.freeze(|name| name == "nothing"), &["of 10 is 'fc1.bias'"]);
         pipe.freeze(|name| name.starts_with("fc1")).expect("one rank has it");
         let (x, y) = MLP.data(4, 0);
@@ -436,10 +436,7 @@ fn what_differs_is_told_to_every_rank() {
         let error = builder(&MLP, &world, 1).balance([8]).build().expect_err("one stage");
         assert_eq!(error, WorldError::TooManyRanks { ranks: 2, workers: 1 }.into());
 
-        let mut pipe = builder(&MLP, &world, 1)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(&MLP, &world, 1, 2);
         let (x, y) = MLP.data(4, world.rank() as i64);
         let error = pipe.backward(&x, &y, MLP.loss).expect_err("other samples");
         assert!(error.to_string().starts_with("the mini-batch must be the same"), "{error}");
@@ -480,10 +477,7 @@ fn pipelines_that_train_different_parameters_are_all_reported() {
 #[test]
 fn what_keeps_one_rank_from_a_call_is_told_to_all() {
     in_ranks(2, |world| {
-        let mut pipe = builder(&MLP, &world, 1)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(&MLP, &world, 1, 2);
         let (x, y) = MLP.data(4, 0);
         let second = world.rank() == 1;
         let reported = |error: brimful::Error, words: &str| {

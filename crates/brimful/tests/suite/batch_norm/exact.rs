@@ -10,7 +10,7 @@ use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::support::pipeline_cases::{Plain, builder};
+use crate::support::pipeline_cases::{Plain, builder, piped};
 use crate::support::state::fail_every_allocation;
 use crate::support::{
     Named, assert_fails, assert_within, copies, numbers, numbers_there, test_device,
@@ -243,10 +243,7 @@ fn other_policies_run_in_the_same_list_without_a_cut() {
         [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch, BatchNormPolicy::Frozen]
     {
         let config = BatchNormConfig { policy, ..EXACT };
-        let mut pipe = builder(layers(1, config), 1)
-            .micro_batches(MicroBatches::Count(3))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(layers(1, config), 1, 3);
         assert_eq!(pipe.balance().sizes(), [9]);
         let x = input(6, 1);
         pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");

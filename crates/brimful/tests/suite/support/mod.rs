@@ -13,6 +13,7 @@ pub mod state;
 pub mod threads;
 pub mod transformer;
 
+use std::any::Any;
 use std::fmt::Display;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -92,6 +93,12 @@ pub fn numbers_there(shape: &[i64], seed: i64) -> Tensor {
 pub fn assert_fails<T, E: Display>(result: Result<T, E>, words: &[&str]) {
     let error = result.err().expect("it fails").to_string();
     assert!(words.iter().all(|word| error.contains(word)), "{words:?}: {error}");
+}
+
+/// Returns the words of a panic, if it has any.
+pub fn words_of(panic: &(dyn Any + Send)) -> Option<String> {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
 }
 
 /// Returns the text that `f` logs on this thread.

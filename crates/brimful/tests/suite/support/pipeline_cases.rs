@@ -177,6 +177,12 @@ pub fn builder(layers: Layers, devices: usize) -> Builder {
     Pipeline::builder(layers).devices((0..devices).map(device)).kind(Kind::Double)
 }
 
+/// Builds such a pipeline, which cuts a mini-batch into this many micro-batches.
+pub fn piped(layers: Layers, devices: usize, micro_batches: usize) -> Pipeline {
+    let builder = builder(layers, devices).micro_batches(MicroBatches::Count(micro_batches));
+    builder.build().expect("a pipeline")
+}
+
 /// Returns the model's outputs for a batch cut with its own size.
 pub fn eval(pipe: &mut Pipeline, x: &impl Batch, size: MicroBatches) -> brimful::Result<Tensor> {
     let before = pipe.micro_batches();
