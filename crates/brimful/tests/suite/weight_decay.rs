@@ -1,6 +1,6 @@
 //! Weight decay for matrices only, in one optimizer and in a pipeline's.
 
-use crate::support::pipeline_cases::{CASES, Plain, builder, piped};
+use crate::support::pipeline_cases::{CASES, Plain, piped};
 use crate::support::{Update, assert_close, test_device};
 use brimful::optim::{AdamW, NO_DECAY_GROUP, OptimError, Optimizer, Sgd};
 use brimful::{Error, MicroBatches};

@@ -16,7 +16,7 @@ pub mod transformer;
 use std::any::Any;
 use std::fmt::Display;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use brimful::{MicroBatcher, MicroBatches, device};
 use brimful_torch::kernels::pretend_failure;
@@ -40,12 +40,6 @@ macro_rules! tests {
     };
 }
 pub(crate) use tests;
-
-/// Runs one test of a process at a time: all threads share the default generator and a device's memory.
-pub fn alone() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Returns the device of the tests: the CPU, or the one named by `BRIMFUL_TEST_DEVICE`.
 pub fn test_device() -> Device {
