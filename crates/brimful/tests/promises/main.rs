@@ -37,7 +37,7 @@ macro_rules! promises {
 
             #[test]
             fn transparent_in_every_schedule() {
-                crate::here(crate::kinds::NAMED, crate::transparent::holds);
+                crate::here(crate::kinds::NAMED, crate::transparent::holds_in_its_order);
             }
         }
 
@@ -50,7 +50,7 @@ macro_rules! promises {
 
             #[test]
             fn transparent_in_a_schedule_of_several_stages_per_rank() {
-                crate::over_ranks(crate::kinds::NAMED_OVER_RANKS, crate::transparent::holds);
+                crate::over_ranks(crate::kinds::NAMED_OVER_RANKS, crate::transparent::holds_in_its_order);
             }
         }
     };
