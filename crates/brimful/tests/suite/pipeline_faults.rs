@@ -169,10 +169,9 @@ fn stage_error(error: Option<Error>, what: &str) -> (Action, Option<String>, Err
     }
 }
 
-const MODES: [(Schedule, Recompute); 7] = [
+const MODES: [(Schedule, Recompute); 6] = [
     (Schedule::GPipe, Recompute::Never),
     (Schedule::OneFOneB, Recompute::Never),
-    (Schedule::GPipe, Recompute::ExceptLast),
     (Schedule::OneFOneB, Recompute::ExceptLast),
     (Schedule::OneFOneB, Recompute::Always),
     (Schedule::ZeroBubbleH1, Recompute::Never),
@@ -184,31 +183,28 @@ fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
     quiet_workers();
     for (schedule, recompute) in MODES {
         let mut trial = Trial::new(pipeline(schedule, recompute, &arenas()));
-        for stage in 0..STAGES {
+        for (stage, call) in (0..STAGES).flat_map(|s| (0..MICRO_BATCHES).map(move |c| (s, c))) {
             for again in [false, true] {
-                for call in 0..MICRO_BATCHES {
-                    for fault in [Fault::Panic, Fault::Refused] {
-                        let what =
-                            format!("{schedule}, {recompute}, {stage} {again} {call} {fault:?}");
-                        plan_fault(Some((stage, again, call, fault)));
-                        let error = trial.run(&what);
-                        let met = FAULT.lock().unwrap_or_else(PoisonError::into_inner).is_none();
-                        if !met {
-                            // The stage has fewer recomputes than that.
-                            assert!(again && error.is_none(), "{what}: {error:?}");
-                            continue;
-                        }
-                        let (action, layer, cause) = stage_error(error, &what);
-                        assert_eq!(action.stage.index(), stage, "{what}");
-                        assert_eq!(layer, Some(format!("s{stage}.fault")), "{what}");
-                        let Error::Pipeline(PipelineError::Panicked(words)) = &cause else {
-                            panic!("{what}: {cause:?}")
-                        };
-                        let expected =
-                            if fault == Fault::Panic { "gives up" } else { "cannot be multiplied" };
-                        assert!(words.contains(expected), "{what}: {words}");
-                    }
+                // Turns in which each stage and call meets both, in this pass or in its recompute.
+                let panics = (stage + call + usize::from(again)) % 2 == 0;
+                let fault = if panics { Fault::Panic } else { Fault::Refused };
+                let what = format!("{schedule}, {recompute}, {stage} {again} {call} {fault:?}");
+                plan_fault(Some((stage, again, call, fault)));
+                let error = trial.run(&what);
+                let met = FAULT.lock().unwrap_or_else(PoisonError::into_inner).is_none();
+                if !met {
+                    // The stage has fewer recomputes than that.
+                    assert!(again && error.is_none(), "{what}: {error:?}");
+                    continue;
                 }
+                let (action, layer, cause) = stage_error(error, &what);
+                assert_eq!(action.stage.index(), stage, "{what}");
+                assert_eq!(layer, Some(format!("s{stage}.fault")), "{what}");
+                let Error::Pipeline(PipelineError::Panicked(words)) = &cause else {
+                    panic!("{what}: {cause:?}")
+                };
+                let expected = if panics { "gives up" } else { "cannot be multiplied" };
+                assert!(words.contains(expected), "{what}: {words}");
             }
         }
     }
@@ -219,8 +215,8 @@ fn a_layer_that_panics_or_is_refused_is_named_with_its_action() {
 fn a_backward_that_is_refused_is_named_with_its_action() {
     quiet_workers();
     // The recompute spoils recomputed stages; the last stage runs only once.
-    let modes = [0, 1, 5].map(|kept| (MODES[kept], false)).into_iter();
-    let modes = modes.chain([4, 6].map(|recomputed| (MODES[recomputed], true)));
+    let modes = [0, 1, 4].map(|kept| (MODES[kept], false)).into_iter();
+    let modes = modes.chain([3, 5].map(|recomputed| (MODES[recomputed], true)));
     for ((schedule, recompute), again) in modes {
         let mut trial = Trial::new(pipeline(schedule, recompute, &arenas()));
         for stage in 0..STAGES {
