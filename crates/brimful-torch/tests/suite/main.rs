@@ -11,7 +11,6 @@ mod leaves;
 mod many_tensors;
 mod meta;
 mod own_generator;
-mod random;
 mod split_backward;
 mod test_device;
 mod touched;

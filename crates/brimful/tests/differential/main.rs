@@ -29,6 +29,7 @@ use brimful::World;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use script::{Case, Counts};
+use support::words_of;
 
 /// Maximum number of simpler forms of a failing case to run.
 const SHRINKS: usize = 400;
@@ -54,9 +55,7 @@ fn failure(case: &Case, world: &World, counts: &mut Counts) -> Option<String> {
     let case = case.clone().settled(world);
     let run = panic::catch_unwind(AssertUnwindSafe(|| script::run(&case, world, counts)));
     let payload = run.err()?;
-    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
-    Some(text.unwrap_or_else(|| "a panic without words".into()))
+    Some(words_of(&*payload).unwrap_or_else(|| "a panic without words".into()))
 }
 
 /// Step on the way to a simpler form of a case.

@@ -17,6 +17,11 @@ pub const MOMENTUM: f64 = 0.9;
 pub const LEAST_SQUARE: f64 = 0.1;
 pub const LEAST_SIZE: f64 = 0.1;
 pub const LEAST_NORM: f64 = 1e-2;
+/// What AdamW adds to its divisor, for the same reason, and its weight decay.
+pub const LEAST_ROOT: f64 = 0.1;
+pub const DECAY: f64 = 0.1;
+/// As Muon, which leaves vectors to AdamW, adds.
+const USUAL_ROOT: f64 = 1e-8;
 
 /// Optimizer of a case. Both models use it, with results that are equal up to rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +29,7 @@ pub enum Updates {
     Sgd,
     SgdBf16,
     SgdEightBit,
+    AdamW,
     Adafactor,
     Muon,
 }
@@ -405,7 +411,8 @@ impl Plain {
             let value = match self.updates {
                 Updates::Adafactor => adafactor(value, gradient, state, self.rate),
                 Updates::Muon if gradient.dim() == 2 => muon(value, gradient, state.0, self.rate),
-                Updates::Muon => adamw(value, gradient, state, self.rate),
+                Updates::Muon => adamw(value, gradient, state, (self.rate, USUAL_ROOT)),
+                Updates::AdamW => adamw(value, gradient, state, (self.rate, LEAST_ROOT)),
                 _ => {
                     let momentum = match state.0.first() {
                         Some(old) => old * MOMENTUM + gradient,
@@ -479,15 +486,20 @@ fn muon(value: &Tensor, gradient: &Tensor, moments: &mut Vec<Tensor>, rate: f64)
     value * (1.0 - rate * 0.1) - x * (rate * (rows / columns).max(1.0).sqrt())
 }
 
-fn adamw(value: &Tensor, gradient: &Tensor, (moments, steps): State<'_>, rate: f64) -> Tensor {
+fn adamw(
+    value: &Tensor,
+    gradient: &Tensor,
+    (moments, steps): State<'_>,
+    (rate, eps): (f64, f64),
+) -> Tensor {
     if moments.is_empty() {
         *moments = vec![gradient.zeros_like(), gradient.zeros_like()];
     }
     *moments =
         vec![&moments[0] * 0.9 + gradient * 0.1, &moments[1] * 0.999 + gradient.square() * 0.001];
     let corrected = |at: usize, beta: f64| &moments[at] / (1.0 - beta.powi(steps));
-    let direction = corrected(0, 0.9) / (corrected(1, 0.999).sqrt() + 1e-8);
-    value * (1.0 - rate * 0.1) - direction * rate
+    let direction = corrected(0, 0.9) / (corrected(1, 0.999).sqrt() + eps);
+    value * (1.0 - rate * DECAY) - direction * rate
 }
 
 /// Returns the factor of a term; a head's is 1.

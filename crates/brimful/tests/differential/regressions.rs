@@ -58,7 +58,11 @@ fn offloaded_exact_norm() -> Case {
         strict: false,
         head: false,
         terms: vec![(crate::model::Over::Samples, 4)],
-        script: vec![Call { op: Whole { samples: 1, leaf: false }, fault: None, rank: 0 }],
+        script: vec![Call {
+            op: Whole { samples: 1, leaf: false, in_two: false },
+            fault: None,
+            rank: 0,
+        }],
     }
 }
 

@@ -20,7 +20,7 @@ use crate::model::{
 };
 use crate::plain::{Draw, Piece, Plain, Run, Updates};
 use crate::support::pipeline_cases::drawn_seed;
-use crate::support::{Named, assert_near, copies, numbers, test_device};
+use crate::support::{Named, assert_near, copies, numbers, test_device, words_of};
 
 const RATE: f64 = 0.05;
 
@@ -61,10 +61,11 @@ pub enum Op {
         samples: usize,
     },
     Commit,
-    /// Loss on all outputs, with or without a leaf of its own.
+    /// Loss on all outputs, with or without a leaf of its own; in two calls where the engine has such.
     Whole {
         samples: usize,
         leaf: bool,
+        in_two: bool,
     },
     Evaluate {
         samples: usize,
@@ -127,8 +128,8 @@ fn op() -> impl Strategy<Value = Op> {
         6 => samples().prop_map(|samples| Op::Backward { samples }),
         3 => samples().prop_map(|samples| Op::Accumulate { samples }),
         2 => Just(Op::Commit),
-        2 => (samples(), prop::bool::weighted(0.3))
-            .prop_map(|(samples, leaf)| Op::Whole { samples, leaf }),
+        2 => (samples(), prop::bool::weighted(0.3), any::<bool>())
+            .prop_map(|(samples, leaf, in_two)| Op::Whole { samples, leaf, in_two }),
         1 => samples().prop_map(|samples| Op::Evaluate { samples }),
         1 => samples().prop_map(|samples| Op::Map { samples }),
         3 => Just(Op::Update),
@@ -161,6 +162,7 @@ pub fn case() -> impl Strategy<Value = Case> {
         6 => Just(Updates::Sgd),
         1 => Just(Updates::SgdBf16),
         1 => Just(Updates::SgdEightBit),
+        1 => Just(Updates::AdamW),
         1 => Just(Updates::Adafactor),
         1 => Just(Updates::Muon),
     ];
@@ -547,7 +549,9 @@ impl Duel<'_> {
                     this.near(what, "the loss", reported.loss, loss);
                 })
             }
-            Op::Whole { samples, leaf } => self.whole(samples, leaf, generators, what),
+            Op::Whole { samples, leaf, in_two } => {
+                self.whole(samples, (leaf, in_two && !leaf), generators, what)
+            }
             Op::Evaluate { samples } => {
                 let (batch, loss) = (self.next_batch(samples), self.loss(nan));
                 let reported = ended(|| self.subject.evaluate(&batch, &loss));
@@ -675,7 +679,13 @@ impl Duel<'_> {
         self.window.push(run);
     }
 
-    fn whole(&mut self, samples: usize, leaf: bool, from: &Generators, what: &str) -> Ended<()> {
+    fn whole(
+        &mut self,
+        samples: usize,
+        (leaf, in_two): (bool, bool),
+        from: &Generators,
+        what: &str,
+    ) -> Ended<()> {
         let batch = self.next_batch(samples);
         let temperature = leaf.then(|| {
             let kind = (self.case.number.kind(), test_device());
@@ -686,7 +696,10 @@ impl Duel<'_> {
             let own = own.lock().unwrap_or_else(PoisonError::into_inner);
             whole_loss(out, own.as_ref())
         });
-        let reported = ended(|| self.subject.whole(&batch, &loss));
+        let reported = ended(|| match in_two {
+            true => self.subject.whole_in_two(&batch, &loss),
+            false => self.subject.whole(&batch, &loss),
+        });
         let refuses = leaf && !self.subject.sums_other_leaves();
         if let Some(temperature) =
             temperature.as_ref().filter(|_| !matches!(reported, Ended::Well(_)))
@@ -945,13 +958,9 @@ fn ended<T>(call: impl FnOnce() -> brimful::Result<T>) -> Ended<T> {
     match panic::catch_unwind(AssertUnwindSafe(call)) {
         Ok(Ok(value)) => Ended::Well(value),
         Ok(Err(error)) => Ended::Refused(error),
-        Err(payload) => {
-            let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-            let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
-            match text.as_deref() {
-                Some("the layer gives up") => Ended::Panicked,
-                _ => panic::resume_unwind(payload),
-            }
-        }
+        Err(payload) => match words_of(&*payload).as_deref() {
+            Some("the layer gives up") => Ended::Panicked,
+            _ => panic::resume_unwind(payload),
+        },
     }
 }

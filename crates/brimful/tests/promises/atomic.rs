@@ -4,11 +4,12 @@
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 
-use brimful::{MicroBatches, Result, World};
+use brimful::world::WorldError;
+use brimful::{Error, MicroBatches, Result, World};
 use tch::Tensor;
 
-use crate::kinds::{Engine, LossFn, Make, Samples, Target};
-use crate::plain::{DROPPED, OF_ALL, SEED, SEVERAL, engine, reset, samples, state};
+use crate::kinds::{Drawing, Engine, LossFn, Make, Samples, Target};
+use crate::plain::{MOVED, OF_ALL, SEVERAL, engine, reset, samples, seed, state};
 use crate::support::{Named, assert_same};
 
 const SIZE: MicroBatches = MicroBatches::Samples(3);
@@ -25,16 +26,16 @@ fn second() -> Samples {
 
 /// Returns an engine in the state that every call starts from.
 fn started(make: Make, world: &World) -> Box<dyn Engine> {
-    let mut engine = engine(make, DROPPED, SIZE, world);
+    let mut engine = engine(make, MOVED, SIZE, world);
     restart(&mut *engine);
     engine
 }
 
 /// Restores the initial values, and the gradients and statistics of an earlier step.
 fn restart(engine: &mut dyn Engine) {
-    reset(engine, DROPPED);
+    reset(engine, MOVED);
     engine.backward(&second(), &SEVERAL.loss()).expect("an earlier step");
-    tch::manual_seed(SEED);
+    seed(engine);
 }
 
 /// Call that may fail at any time.
@@ -90,7 +91,7 @@ const CALLS: [Call; 5] = [
     Call {
         name: "commit",
         each: |engine| {
-            tch::manual_seed(SEED);
+            seed(engine);
             engine.accumulate(&first(), &SEVERAL.loss())?;
             engine.accumulate(&second(), &SEVERAL.loss())
         },
@@ -101,7 +102,7 @@ const CALLS: [Call; 5] = [
 ];
 
 pub fn holds_for_memory(make: Make, world: &World) {
-    let one = engine(make, DROPPED, SIZE, world);
+    let one = engine(make, MOVED, SIZE, world);
     let memories = one.about().arenas.len();
     for call in CALLS.iter().filter(|call| (call.applies)(&*one)) {
         let expected = undisturbed(make, world, call);
@@ -135,8 +136,11 @@ fn every_allocation(
     let arena = engine.about().arenas[memory].clone();
     let stride = if world.size() > 1 { STRIDE_OVER_RANKS } else { call.stride };
     let before = state(&*engine);
+    // Parts run the same code: each fails at its share of the allocations.
+    let (parts, memories) = (engine.about().own.len(), engine.about().arenas.len());
+    let first = 1 + (memory * parts / memories) as u64;
     let mut failures = 0;
-    for n in (1..).step_by(stride as usize) {
+    for n in (first..).step_by(stride as usize * parts) {
         let name = engine.about().name;
         let what = format!("{name}, {}, allocation {n} of memory {memory}, rank {rank}", call.name);
         (call.each)(&mut *engine).expect(call.name);
@@ -158,6 +162,8 @@ fn every_allocation(
     assert_same(&what, expected, &state(&*engine));
 }
 
+const GIVES_UP: &str = "the closure gives up";
+
 /// Fault of a closure, in the micro-batch with a given sample.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
@@ -172,8 +178,8 @@ fn faulty(fault: Fault, sample: i64) -> LossFn {
         let hit = target.2.eq(sample).any().int64_value(&[]) != 0;
         match (hit, fault) {
             (false, _) => Ok(loss),
-            (true, Fault::Error) => Err("the closure gives up".to_owned()),
-            (true, Fault::Panic) => panic!("the closure gives up"),
+            (true, Fault::Error) => Err(GIVES_UP.to_owned()),
+            (true, Fault::Panic) => panic::panic_any(GIVES_UP),
             (true, Fault::NotFinite) => Ok((SEVERAL.micro)(&(out * f64::NAN), target)),
         }
     })
@@ -181,16 +187,19 @@ fn faulty(fault: Fault, sample: i64) -> LossFn {
 
 pub fn holds_for_closures(make: Make, world: &World) {
     let expected = undisturbed(make, world, &BACKWARD);
-    let mut engine = engine(make, DROPPED, SIZE, world);
+    let mut engine = engine(make, MOVED, SIZE, world);
     for fault in [Fault::Error, Fault::Panic, Fault::NotFinite] {
         // In each micro-batch of two parts.
         for sample in [0, 4, 5, 9] {
             let what = format!("{}, {fault:?} at sample {sample}", engine.about().name);
             restart(&mut *engine);
             let before = state(&*engine);
-            let error = ended(|| engine.backward(&first(), &faulty(fault, sample)).map(drop));
-            let words = if matches!(fault, Fault::NotFinite) { "NaN" } else { "gives up" };
-            assert!(error.contains(words), "{what}: {error}");
+            let ended = ended(|| engine.backward(&first(), &faulty(fault, sample)).map(drop));
+            let words = if matches!(fault, Fault::NotFinite) { "NaN" } else { GIVES_UP };
+            assert!(ended.words.contains(words), "{what}: {}", ended.words);
+            if !matches!(fault, Fault::NotFinite) {
+                blames_one(&*engine, world, fault, &ended, &what);
+            }
             assert_same(&what, &before, &state(&*engine));
             engine.backward(&first(), &SEVERAL.loss()).expect(&what);
             assert_same(&what, &expected, &state(&*engine));
@@ -210,8 +219,8 @@ pub fn holds_for_closures(make: Make, world: &World) {
         if !fails {
             engine.accumulate(&batch, &loss).expect(&what);
         } else {
-            let error = ended(|| engine.accumulate(&batch, &loss));
-            assert!(error.contains("gives up"), "{what}: {error}");
+            let ended = ended(|| engine.accumulate(&batch, &loss));
+            assert!(ended.words.contains(GIVES_UP), "{what}: {}", ended.words);
             assert_same(&what, &before, &state(&*engine));
             engine.accumulate(&batch, &SEVERAL.loss()).expect(&what);
         }
@@ -220,13 +229,47 @@ pub fn holds_for_closures(make: Make, world: &World) {
     }
 }
 
-/// Returns the message of a call that must fail, by an error or by a panic.
-fn ended(call: impl FnOnce() -> Result<()>) -> String {
+/// End of a call that fails.
+struct Ended {
+    words: String,
+    panicked: bool,
+    /// Another rank that it blames.
+    blamed: Option<usize>,
+}
+
+/// Returns the end of a call that must fail, by an error or by a panic.
+fn ended(call: impl FnOnce() -> Result<()>) -> Ended {
     match panic::catch_unwind(AssertUnwindSafe(call)) {
-        Ok(ended) => ended.expect_err("it fails").to_string(),
+        Ok(ended) => {
+            let error = ended.expect_err("it fails");
+            let blamed = match &error {
+                Error::World(WorldError::RankFailed { rank, .. }) => Some(*rank),
+                _ => None,
+            };
+            Ended { words: error.to_string(), panicked: false, blamed }
+        }
+        // The closure's own payload.
         Err(payload) => {
-            let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-            text.or_else(|| payload.downcast_ref::<String>().cloned()).expect("a panic's text")
+            let words = payload.downcast_ref::<&str>().expect("a closure's words");
+            Ended { words: (*words).to_owned(), panicked: true, blamed: None }
+        }
+    }
+}
+
+/// Checks that the rank whose closure failed has its own failure, and that the others blame that rank.
+fn blames_one(engine: &dyn Engine, world: &World, fault: Fault, ended: &Ended, what: &str) {
+    let all = world.share("who is blamed", &ended.blamed).expect("shared");
+    let failed: Vec<usize> = (0..all.len()).filter(|rank| all[*rank].is_none()).collect();
+    assert_eq!(failed.len(), 1, "{what}: {all:?}");
+    assert!(all.iter().flatten().all(|rank| *rank == failed[0]), "{what}: {all:?}");
+    match ended.blamed {
+        Some(rank) => assert!(ended.words.contains(&format!("rank {rank}")), "{}", ended.words),
+        None => {
+            // A pipeline's workers catch it, and say where it was.
+            let goes_on =
+                matches!(fault, Fault::Panic) && engine.about().drawing != Drawing::ByLayer;
+            assert_eq!(ended.panicked, goes_on, "{what}");
+            assert!(!goes_on || ended.words == GIVES_UP, "{what}: {}", ended.words);
         }
     }
 }

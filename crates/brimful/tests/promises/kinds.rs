@@ -10,7 +10,7 @@ use brimful::memory::{Arena, Memory};
 use brimful::nn::BatchNormPolicy;
 use brimful::optim::Method;
 use brimful::pipeline::{Builder, Offload};
-use brimful::schedule::Schedule;
+use brimful::schedule::{Recompute, Schedule};
 use brimful::{
     DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas, Result, StepReport,
     World,
@@ -56,7 +56,17 @@ pub const HERE: &[Make] =
     &[one_device, replicas, pipeline, replicated_pipeline, streamed, split_pipeline, exact];
 
 /// Kinds that can be spread over ranks.
-pub const OVER_RANKS: &[Make] = &[one_device, pipeline, split_pipeline];
+pub const OVER_RANKS: &[Make] = &[one_device, replicas, pipeline, split_pipeline];
+
+/// A pipeline of each named schedule, for what may depend on its actions alone.
+pub const NAMED: &[Make] = &[
+    named::<0>, named::<1>, named::<2>, named::<3>, named::<4>, named::<5>, named::<6>, named::<7>,
+    named::<8>, named::<9>,
+];
+
+/// One of them, with several stages in each rank.
+#[cfg(feature = "mpi")]
+pub const NAMED_OVER_RANKS: &[Make] = &[named::<2>];
 
 /// Constructor of layers with BatchNorms of this policy.
 pub type MakeLayers = fn(BatchNormPolicy) -> Layers;
@@ -107,6 +117,8 @@ pub struct About {
     parts: usize,
     /// Parts of this process.
     pub own: Range<usize>,
+    /// This process's rank.
+    pub rank: usize,
     pub size: MicroBatches,
     pub drawing: Drawing,
     /// True if each rank handles a window's mini-batches alone until the commit.
@@ -126,7 +138,7 @@ impl About {
         memories: usize,
         parts: usize,
         drawing: Drawing,
-        size: MicroBatches,
+        setup: &Setup,
     ) -> Self {
         let arenas = (0..memories).map(|number| Arena::new(&format!("memory {number}"))).collect();
         Self {
@@ -135,7 +147,8 @@ impl About {
             threads: memories,
             parts,
             own: 0..parts,
-            size,
+            rank: setup.world.rank(),
+            size: setup.size,
             drawing,
             accumulates_apart: false,
             is_offloaded: false,
@@ -149,6 +162,20 @@ impl About {
         let mut all = split::by_count(samples, self.parts).expect("samples");
         all.resize(self.parts, samples..samples);
         all
+    }
+
+    /// Returns this process's rows of a mini-batch, which follow each other.
+    fn own_rows(&self, batch: &Samples) -> Samples {
+        let dealt = self.dealt(samples(batch));
+        let own = &dealt[self.own.clone()];
+        rows(batch, &(own[0].start..own[own.len() - 1].end))
+    }
+
+    /// Returns the number by which a part draws: ranks come first, so that the first part of each draws as if the
+    /// rank had no other.
+    pub fn drawn_as(&self, part: usize) -> usize {
+        let own = self.own.len();
+        part / own + part % own * (self.parts / own)
     }
 
     fn devices(&self) -> impl Iterator<Item = DeviceSpec> {
@@ -182,7 +209,7 @@ pub trait Engine {
 }
 
 /// Returns these rows of a mini-batch.
-pub fn rows((x, (y, tokens, number)): &Samples, range: &Range<usize>) -> Samples {
+fn rows((x, (y, tokens, number)): &Samples, range: &Range<usize>) -> Samples {
     let rows = |t: &Tensor| t.narrow(0, range.start as i64, range.len() as i64);
     (rows(x), (rows(y), rows(tokens), rows(number)))
 }
@@ -213,7 +240,7 @@ pub fn one_device(setup: &Setup) -> Box<dyn Engine> {
         own: rank..rank + 1,
         accumulates_apart: ranks > 1,
         has_whole: ranks == 1,
-        ..About::new(name, 1, ranks, drawing, setup.size)
+        ..About::new(name, 1, ranks, drawing, setup)
     };
     about.limit(setup);
     let memory = Memory::Arena(about.arenas[0].clone());
@@ -227,19 +254,13 @@ pub fn one_device(setup: &Setup) -> Box<dyn Engine> {
     Box::new(OneDevice { store, model, micro, about })
 }
 
-impl OneDevice {
-    fn part(&self, batch: &Samples) -> Samples {
-        rows(batch, &self.about.dealt(samples(batch))[self.about.own.start])
-    }
-}
-
 impl Engine for OneDevice {
     fn about(&self) -> &About {
         &self.about
     }
 
     fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport> {
-        let part = self.part(batch);
+        let part = self.about.own_rows(batch);
         let Self { micro, model, .. } = self;
         micro.backward(&part, |(x, y): Samples| loss(&model.forward_t(&x, true), &y))
     }
@@ -251,7 +272,7 @@ impl Engine for OneDevice {
     }
 
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<()> {
-        let part = self.part(batch);
+        let part = self.about.own_rows(batch);
         if samples(&part) == 0 {
             return Ok(());
         }
@@ -264,7 +285,7 @@ impl Engine for OneDevice {
     }
 
     fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport<Tensor>> {
-        let part = self.part(batch);
+        let part = self.about.own_rows(batch);
         let Self { micro, model, .. } = self;
         micro.evaluate(&part, |(x, y): Samples| {
             let out = model.forward_t(&x, false);
@@ -289,14 +310,20 @@ impl Engine for OneDevice {
     }
 }
 
-/// Two replicas.
+/// Two replicas, alone or in each rank.
 struct Replicated {
     replicas: Replicas<Model>,
     about: About,
 }
 
 pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
-    let about = About::new("replicas", 2, 2, Drawing::ByPart, setup.size);
+    let (rank, ranks) = (setup.world.rank(), setup.world.size());
+    let about = About {
+        own: 2 * rank..2 * rank + 2,
+        accumulates_apart: ranks > 1,
+        has_whole: ranks == 1,
+        ..About::new("replicas", 2, 2 * ranks, Drawing::ByPart, setup)
+    };
     let layers = setup.layers;
     let build =
         move |root: &tch::nn::Path| layers(BatchNormPolicy::Deferred).build(root).expect("built");
@@ -317,6 +344,7 @@ pub fn replicas(setup: &Setup) -> Box<dyn Engine> {
         Some(path) => replicas.remember(path),
         None => replicas,
     };
+    let replicas = replicas.join(&setup.world).expect("one model");
     Box::new(Replicated { replicas, about })
 }
 
@@ -326,9 +354,9 @@ impl Engine for Replicated {
     }
 
     fn backward(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport> {
-        let loss = Arc::clone(loss);
+        let (part, loss) = (self.about.own_rows(batch), Arc::clone(loss));
         self.replicas
-            .backward(batch, move |model, (x, y): Samples| loss(&model.forward_t(&x, true), &y))
+            .backward(&part, move |model, (x, y): Samples| loss(&model.forward_t(&x, true), &y))
     }
 
     fn backward_whole(&mut self, batch: &Samples, loss: WholeLoss) -> Result<WholeStep> {
@@ -339,9 +367,12 @@ impl Engine for Replicated {
     }
 
     fn accumulate(&mut self, batch: &Samples, loss: &LossFn) -> Result<()> {
-        let loss = Arc::clone(loss);
+        let (part, loss) = (self.about.own_rows(batch), Arc::clone(loss));
+        if samples(&part) == 0 {
+            return Ok(());
+        }
         self.replicas
-            .accumulate(batch, move |model, (x, y): Samples| loss(&model.forward_t(&x, true), &y))
+            .accumulate(&part, move |model, (x, y): Samples| loss(&model.forward_t(&x, true), &y))
     }
 
     fn commit(&mut self) -> Result<StepReport> {
@@ -349,8 +380,8 @@ impl Engine for Replicated {
     }
 
     fn evaluate(&mut self, batch: &Samples, loss: &LossFn) -> Result<StepReport<Tensor>> {
-        let loss = Arc::clone(loss);
-        self.replicas.evaluate(batch, move |model, (x, y): Samples| {
+        let (part, loss) = (self.about.own_rows(batch), Arc::clone(loss));
+        self.replicas.evaluate(&part, move |model, (x, y): Samples| {
             let out = model.forward_t(&x, false);
             Ok::<_, String>((loss(&out, &y)?, out))
         })
@@ -396,6 +427,26 @@ pub fn split_pipeline(setup: &Setup) -> Box<dyn Engine> {
     piped(setup, builder, about_piped("a split pipeline", 2 / setup.world.size(), setup))
 }
 
+/// Pipeline over two devices with the named schedule of this number; recompute modes take turns.
+pub fn named<const NUMBER: usize>(setup: &Setup) -> Box<dyn Engine> {
+    let (schedule, recompute) = (Schedule::all(2)[NUMBER], Recompute::ALL[NUMBER % 3]);
+    let builder = Pipeline::builder(setup.usual_layers()).schedule(schedule).recompute(recompute);
+    piped(setup, builder, about_piped(NAMES[NUMBER], 2 / setup.world.size(), setup))
+}
+
+const NAMES: [&str; 10] = [
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "breadth first",
+    "zero bubble h1",
+    "interleaved zero bubble",
+    "zero bubble v",
+    "an automatic list",
+    "an automatic interleaved list",
+    "an automatic v",
+];
+
 /// One device, with all stages offloaded.
 pub fn streamed(setup: &Setup) -> Box<dyn Engine> {
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
@@ -412,7 +463,7 @@ pub fn exact(setup: &Setup) -> Box<dyn Engine> {
 }
 
 fn about_piped(name: &'static str, devices: usize, setup: &Setup) -> About {
-    About::new(name, devices, 1, Drawing::ByLayer, setup.size)
+    About::new(name, devices, 1, Drawing::ByLayer, setup)
 }
 
 fn piped(setup: &Setup, builder: Builder, about: About) -> Box<dyn Engine> {

@@ -13,20 +13,17 @@ mod told;
 mod transparent;
 
 use brimful::World;
-use kinds::{HERE, Make};
+use kinds::Make;
 
-/// Checks a guarantee for all kinds that need one process.
-fn here(holds: fn(Make, &World)) {
-    let _turn = support::alone();
-    HERE.iter().for_each(|make| holds(*make, &World::alone()));
+/// Checks a guarantee for these kinds in one process.
+fn here(makes: &[Make], holds: fn(Make, &World)) {
+    makes.iter().for_each(|make| holds(*make, &World::alone()));
 }
 
-/// Checks a guarantee for the kinds that can be spread over ranks.
+/// Checks a guarantee for these kinds over ranks.
 #[cfg(feature = "mpi")]
-fn over_ranks(holds: fn(Make, &World)) {
-    support::ranks::in_ranks(2, |world| {
-        kinds::OVER_RANKS.iter().for_each(|make| holds(*make, &world));
-    });
+fn over_ranks(makes: &[Make], holds: fn(Make, &World)) {
+    support::ranks::in_ranks(2, |world| makes.iter().for_each(|make| holds(*make, &world)));
 }
 
 /// Generates a test for one process, and one over ranks.
@@ -35,16 +32,26 @@ macro_rules! promises {
         mod in_one_process {
             $(#[test]
             fn $name() {
-                crate::here($holds);
+                crate::here(crate::kinds::HERE, $holds);
             })*
+
+            #[test]
+            fn transparent_in_every_schedule() {
+                crate::here(crate::kinds::NAMED, crate::transparent::holds_in_its_order);
+            }
         }
 
         #[cfg(feature = "mpi")]
         mod in_ranks {
             $(#[test]
             fn $name() {
-                crate::over_ranks($holds);
+                crate::over_ranks(crate::kinds::OVER_RANKS, $holds);
             })*
+
+            #[test]
+            fn transparent_in_a_schedule_of_several_stages_per_rank() {
+                crate::over_ranks(crate::kinds::NAMED_OVER_RANKS, crate::transparent::holds_in_its_order);
+            }
         }
     };
 }

@@ -9,15 +9,15 @@ use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::{Layers, Loss, MicroBatcher, MicroBatches, StepRng, World};
 use brimful_plan::split;
 use brimful_torch::random::{generator_state, set_generator_state};
-use tch::nn::{ModuleT, Path, VarStore};
+use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::kinds::{Drawing, Engine, LossFn, Make, MakeLayers, Samples, Setup, Target, WholeLoss};
 use crate::support::pipeline_cases::linear;
 use crate::support::{Named, clear, copies, gradients, numbers, variables};
 
-/// Seed of the generator before every compared step.
-pub const SEED: i64 = 5;
+/// Seed of the first rank's generator before every compared step.
+const SEED: i64 = 5;
 
 /// Model, and whether the micro-batch size affects its results.
 #[derive(Clone, Copy)]
@@ -33,6 +33,9 @@ pub const PLAIN: Net = Net { name: "plain", layers: plain, shows_cut: false };
 pub const NORMED: Net = Net { name: "normed", layers: normed, shows_cut: true };
 /// With BatchNorm and dropout.
 pub const DROPPED: Net = Net { name: "dropped", layers: dropped, shows_cut: true };
+/// With norms whose statistics move at the commit, at every micro-batch, and as tch moves its own; and dropout. For
+/// comparisons of an engine with itself.
+pub const MOVED: Net = Net { name: "moved", layers: moved, shows_cut: true };
 
 fn norm(policy: BatchNormPolicy) -> impl Fn(&Path) -> BatchNorm + Send + Sync {
     move |p| batch_norm1d(p, 6, BatchNormConfig { policy, ..Default::default() })
@@ -84,6 +87,17 @@ fn dropped(policy: BatchNormPolicy) -> Layers {
         .add_fn_t("drop", drop_at(2))
         .add("mid", linear(6, 6))
         .add_fn_t("drop again", drop_at(4))
+        .add("out", linear(6, 3))
+}
+
+fn moved(policy: BatchNormPolicy) -> Layers {
+    Layers::new()
+        .add("in", linear(4, 6))
+        .add_norm("norm", norm(policy))
+        .add_fn_t("drop", drop_at(2))
+        .add("mid", linear(6, 6))
+        .add("norm at once", norm(BatchNormPolicy::PerMicroBatch))
+        .add("norm of tch", |p| nn::batch_norm1d(p, 6, Default::default()))
         .add("out", linear(6, 3))
 }
 
@@ -195,7 +209,8 @@ impl Plain {
 
     fn set_first_values(&self) {
         for (name, mut variable) in self.store.variables() {
-            let positive = name.ends_with("running_var") || name.contains("norm.weight");
+            let positive =
+                name.ends_with("running_var") || name.contains("norm") && name.ends_with("weight");
             let value = numbers(&variable.size(), name.len() as i64) * 0.5;
             tch::no_grad(|| variable.copy_(&(if positive { value.square() + 0.5 } else { value })));
         }
@@ -254,11 +269,12 @@ impl Plain {
                 all.push(match engine.about().drawing {
                     Drawing::AsPlainLoop => {
                         if all.is_empty() {
-                            tch::manual_seed(SEED);
+                            seed_of(0);
                         }
                         self.model.forward_t(&x, true)
                     }
                     Drawing::ByPart => {
+                        let part = engine.about().drawn_as(part);
                         tch::manual_seed(seeded(number).seed(part) as i64);
                         self.model.forward_t(&x, true)
                     }
@@ -329,7 +345,17 @@ pub fn engine_of(make: Make, setup: &Setup, net: Net) -> Box<dyn Engine> {
 pub fn reset(engine: &mut dyn Engine, net: Net) {
     engine.set_variables(&Plain::new(net).values());
     engine.zero_grad();
-    tch::manual_seed(SEED);
+    seed(engine);
+}
+
+/// Restores the generator's state before every step.
+pub fn seed(engine: &dyn Engine) {
+    seed_of(engine.about().rank);
+}
+
+/// Restores the generator's state in this rank: another one in each, as only the first one's may count.
+pub fn seed_of(rank: usize) {
+    tch::manual_seed(SEED + rank as i64);
 }
 
 /// Returns everything that a step may change: values, gradients, and the generator's next numbers.

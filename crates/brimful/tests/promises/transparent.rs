@@ -1,15 +1,18 @@
 //! Transparent: a step gives the loss, terms, gradients and running statistics of the plain model on the whole
 //! mini-batch, whatever its length and micro-batch size.
 
+use std::slice;
+
 use brimful::{Error, MicroBatches, StepError, World};
 use tch::Tensor;
 use tch::nn::ModuleT;
 
-use crate::kinds::{About, Engine, Make};
+use crate::kinds::{About, Drawing, Engine, Make};
 use crate::plain::{
     CASES, Case, DROPPED, NORMED, Net, OF_ALL, PLAIN, Plain, SEVERAL, engine, joined, own_sizes,
-    reset, samples, state,
+    reset, samples, seed_of, state,
 };
+use crate::support::pipeline_cases::drawn_seed;
 use crate::support::{Named, TOLERANCE, assert_all_close, assert_close, assert_same};
 
 /// Even, ragged, and all in one.
@@ -23,12 +26,22 @@ const SIZES: [MicroBatches; 4] = [
 const SAMPLES: [i64; 3] = [1, 7, 13];
 
 pub fn holds(make: Make, world: &World) {
-    for net in [PLAIN, DROPPED] {
+    holds_for(make, world, &SIZES, &CASES);
+}
+
+/// Checks a pipeline with another schedule, which decides neither on sizes nor on losses.
+pub fn holds_in_its_order(make: Make, world: &World) {
+    holds_for(make, world, &SIZES[1..3], slice::from_ref(&SEVERAL));
+}
+
+fn holds_for(make: Make, world: &World, sizes: &[MicroBatches], cases: &[Case]) {
+    // Where the cut shows, one loss of all kinds of terms shows what the others would.
+    for (net, cases) in [(PLAIN, cases), (DROPPED, slice::from_ref(&SEVERAL))] {
         let plain = Plain::new(net);
-        for size in SIZES {
-            let mut engine = engine(make, net, size, world);
+        for size in sizes {
+            let mut engine = engine(make, net, *size, world);
             for count in SAMPLES {
-                for case in &CASES {
+                for case in cases {
                     step(&mut *engine, &plain, net, count, case);
                 }
                 whole(&mut *engine, &plain, net, count);
@@ -38,7 +51,7 @@ pub fn holds(make: Make, world: &World) {
     }
     for net in [PLAIN, NORMED] {
         let mut engine = engine(make, net, MicroBatches::Samples(3), world);
-        window(&mut *engine, &Plain::new(net), net);
+        window(&mut *engine, &Plain::new(net), net, cases);
     }
 }
 
@@ -104,10 +117,11 @@ fn evaluation(engine: &mut dyn Engine, plain: &Plain, net: Net, count: i64) {
 }
 
 /// Checks that several mini-batches of different lengths form one step.
-fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
-    let batches = [samples(7, 40), samples(2, 50), samples(5, 60)];
+fn window(engine: &mut dyn Engine, plain: &Plain, net: Net, cases: &[Case]) {
+    // One of several parts alone has a sample of the second.
+    let batches = [samples(7, 40), samples(1, 50), samples(5, 60)];
     let batches: Vec<_> = batches.iter().collect();
-    for case in &CASES {
+    for case in cases {
         let what = format!("{}, {}, a window of {}", engine.about().name, net.name, case.name);
         start(engine, plain, net);
         for batch in &batches {
@@ -116,9 +130,26 @@ fn window(engine: &mut dyn Engine, plain: &Plain, net: Net) {
         assert!(engine.gradients().is_empty(), "{what}: before the commit");
         let step = engine.commit().unwrap_or_else(|e| panic!("{what}: {e}"));
         assert_eq!(step.samples as i64, joined(&batches).0.size()[0], "{what}");
+        let sizes = batches.iter().flat_map(|batch| own_sizes(engine, batch.0.size()[0] as usize));
+        assert_eq!(step.sizes, sizes.collect::<Vec<_>>(), "{what}");
+        assert_eq!(step.seed, first_seed(engine), "{what}: the first one's");
         let terms = plain.backward(engine, &batches, None, case.full);
         assert_terms(&step.terms, step.loss, &terms, &what);
         assert_alike(engine, plain, &what);
+    }
+}
+
+/// Returns the seed that a window's first mini-batch draws after [`reset`].
+fn first_seed(engine: &dyn Engine) -> Option<u64> {
+    let about = engine.about();
+    match about.drawing {
+        Drawing::AsPlainLoop => None,
+        // Until the commit such a rank is alone.
+        Drawing::ByPart if about.arenas.len() == 1 => None,
+        drawing => {
+            seed_of(if drawing == Drawing::ByPart { about.rank } else { 0 });
+            Some(drawn_seed())
+        }
     }
 }
 

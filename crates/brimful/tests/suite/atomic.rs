@@ -1,14 +1,9 @@
 //! A failed step leaves gradients, statistics and random state unchanged.
-//!
-//! One test at a time: all threads draw from one generator.
-
-use std::panic::{self, AssertUnwindSafe};
 
 use crate::support::state::{Net, samples, state};
-use crate::support::{alone, assert_fails, assert_same, test_device};
+use crate::support::{assert_fails, assert_same, test_device};
 use brimful::NonFinitePolicy;
 use brimful::StepError;
-use brimful::memory::{Arena, Memory};
 use brimful::{Error, Loss, MicroBatcher, MicroBatches, Replicas};
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, ModuleT};
@@ -27,58 +22,6 @@ fn batch() -> Tensor {
     samples(12)
 }
 
-#[test]
-fn the_n_th_allocation_fails_for_every_n() {
-    let _alone = alone();
-    let arena = Arena::new("faulty");
-    let expected = {
-        let net = net_with_a_gradient();
-        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
-        micro.backward(&batch(), |x| net.loss(&x)).expect("a step");
-        state(&net.store)
-    };
-    let mut n = 0;
-    loop {
-        n += 1;
-        let net = net_with_a_gradient();
-        let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4))
-            .memory(Memory::Arena(arena.clone()));
-        let (batch, before) = (batch(), state(&net.store));
-        arena.fail_nth_allocation(n);
-        match micro.backward(&batch, |x| net.loss(&x)) {
-            Err(Error::OutOfMemory(_)) => {
-                assert_same(&format!("allocation {n}"), &before, &state(&net.store))
-            }
-            Err(other) => panic!("allocation {n}: {other}"),
-            Ok(_) => break,
-        }
-        micro.backward(&batch, |x| net.loss(&x)).expect("it fails once");
-        assert_same(&format!("after allocation {n}"), &expected, &state(&net.store));
-    }
-    arena.fail_nth_allocation(0);
-    assert!(n > 100, "only {n} allocations in three micro-batches");
-}
-
-#[test]
-fn a_panic_goes_on_after_everything_was_put_back() {
-    let _alone = alone();
-    let net = net_with_a_gradient();
-    let before = state(&net.store);
-    let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
-    let mut calls = 0;
-    let result = panic::catch_unwind(AssertUnwindSafe(|| {
-        micro.backward(&batch(), |x| {
-            calls += 1;
-            assert!(calls < 3, "the third micro-batch");
-            net.loss(&x)
-        })
-    }));
-    let payload = result.expect_err("the closure's panic");
-    assert_eq!(payload.downcast_ref::<&str>(), Some(&"the third micro-batch"));
-    assert_same("a panic", &before, &state(&net.store));
-    micro.backward(&batch(), |x| net.loss(&x)).expect("the next step");
-}
-
 /// Runs a step that must fail with these words, and checks that nothing has changed.
 #[track_caller]
 fn refused(words: &str, loss: impl Fn(&Net, &Tensor) -> Loss) {
@@ -92,7 +35,6 @@ fn refused(words: &str, loss: impl Fn(&Net, &Tensor) -> Loss) {
 
 #[test]
 fn bad_losses_are_refused_with_their_numbers_and_nothing_changes() {
-    let _alone = alone();
     let out = |net: &Net, x: &Tensor| net.layers.forward_t(x, true);
     let mean = |net: &Net, x: &Tensor| out(net, x).mean(Kind::Double);
     refused("has the shape [4, 3]", |net, x| Loss::mean(out(net, x)));
@@ -153,7 +95,6 @@ const VERBS: [(&str, Verb); 3] = [
 /// f16 overflows at 65,504: each sample's gradient is finite, and so is their sum in f32.
 #[test]
 fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
-    let _alone = alone();
     let x = Tensor::full([2, 1], 4e4, (Kind::Half, test_device()));
     for (name, run) in VERBS {
         let (store, weight) = weight_of(Kind::Half);
@@ -175,7 +116,6 @@ fn a_gradient_that_is_not_finite_as_it_is_committed_is_refused_by_every_verb() {
 
 #[test]
 fn finite_gradients_whose_squares_are_not_are_no_reason_to_refuse() {
-    let _alone = alone();
     let x = Tensor::full([2, 1], 1e30, (Kind::Float, test_device()));
     for (name, run) in VERBS {
         let (store, weight) = weight_of(Kind::Float);
@@ -187,7 +127,6 @@ fn finite_gradients_whose_squares_are_not_are_no_reason_to_refuse() {
 
 #[test]
 fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
-    let _alone = alone();
     let net = net_with_a_gradient();
     let before = state(&net.store);
     let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(5))
@@ -201,7 +140,6 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
 
 #[test]
 fn bad_batches_and_sizes_are_refused() {
-    let _alone = alone();
     let net = Net::with_dropout();
     let zeros = |rows| Tensor::zeros([rows, 4], (Kind::Double, Device::Cpu));
     let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4));
@@ -228,7 +166,6 @@ fn bad_batches_and_sizes_are_refused() {
 
 #[test]
 fn a_window_whose_parameters_are_frozen_half_way_is_refused_and_kept() {
-    let _alone = alone();
     let build = |root: &nn::Path| [root.ones("a", &[3]), root.ones("b", &[3])];
     let loss = |[a, b]: &[Tensor; 2], x: &Tensor| {
         Loss::mean((a * x).mean(Kind::Float) + (b * x).square().mean(Kind::Float))

@@ -5,7 +5,7 @@ mod exact;
 mod exact_cases;
 mod exact_waiting;
 
-use crate::support::{Named, alone, assert_within, copies, logged, numbers, variables};
+use crate::support::{Named, assert_within, copies, logged, numbers, variables};
 use brimful::nn::{BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d};
 use brimful::{Loss, MicroBatcher, MicroBatches};
 use tch::nn::{self, ModuleT};
@@ -49,7 +49,6 @@ fn assert_near(what: &str, expected: &Named, got: &Named) {
 
 #[test]
 fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
-    let _turn = alone();
     for shape in [vec![13, 3], vec![13, 3, 2, 5], vec![40, 3]] {
         let x = batch(&shape);
         let expected = {
@@ -74,7 +73,6 @@ fn deferred_statistics_are_the_full_batch_s_for_any_cut() {
 
 #[test]
 fn a_layer_of_one_value_leaves_the_layers_before_it_their_backward() {
-    let _turn = alone();
     let x = batch(&[5, 3, 2, 2]);
     let two = || [layer(BatchNormPolicy::Deferred, 4), layer(BatchNormPolicy::Deferred, 2)];
     let run = |[first, second]: &[Layer; 2], x: &Tensor| {
@@ -93,7 +91,6 @@ fn a_layer_of_one_value_leaves_the_layers_before_it_their_backward() {
 
 #[test]
 fn the_other_policies_do_what_they_say() {
-    let _turn = alone();
     let x = batch(&[12, 3]);
     let frozen = layer(BatchNormPolicy::Frozen, 2);
     let before = statistics(&frozen);
@@ -113,7 +110,6 @@ fn the_other_policies_do_what_they_say() {
 
 #[test]
 fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
-    let _turn = alone();
     let x = batch(&[12, 3]);
     let reported = |size: usize| {
         let mut store = nn::VarStore::new(Device::Cpu);
@@ -137,7 +133,6 @@ fn the_layer_of_tch_is_warned_of_once_and_only_where_it_matters() {
 /// An evaluation of such a layer says nothing about training.
 #[test]
 fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
-    let _turn = alone();
     let x = batch(&[12, 3]);
     let mut store = nn::VarStore::new(Device::Cpu);
     let layer = nn::batch_norm1d(store.root(), 3, Default::default());
@@ -158,7 +153,6 @@ fn the_layer_of_tch_is_put_back_even_if_the_first_call_was_an_evaluation() {
 /// A loss on all outputs runs each micro-batch twice.
 #[test]
 fn the_layer_of_tch_moves_once_for_each_micro_batch_of_a_loss_on_all_outputs() {
-    let _turn = alone();
     let x = batch(&[12, 3]);
     let [mut plain, mut store] = [(); 2].map(|()| nn::VarStore::new(Device::Cpu));
     let [alike, layer] =
@@ -179,7 +173,6 @@ fn the_layer_of_tch_moves_once_for_each_micro_batch_of_a_loss_on_all_outputs() {
 
 #[test]
 fn a_single_value_moves_the_mean_alone() {
-    let _turn = alone();
     let only = layer(BatchNormPolicy::Deferred, 2);
     let before = statistics(&only);
     let mut micro = MicroBatcher::new(&only.store, MicroBatches::Samples(1));
@@ -187,19 +180,4 @@ fn a_single_value_moves_the_mean_alone() {
     let after = statistics(&only);
     assert_ne!(after[0], before[0]);
     assert_eq!(after[1], before[1], "of one value there is none");
-}
-
-#[test]
-fn a_loss_over_the_whole_counts_its_two_forwards_once() {
-    let _turn = alone();
-    let x = batch(&[12, 3]);
-    let plain = layer(BatchNormPolicy::Deferred, 2);
-    let _ = plain.layer.forward_t(&x, true);
-    for policy in [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch] {
-        let split = layer(policy, 2);
-        let mut micro = MicroBatcher::new(&split.store, MicroBatches::Samples(12));
-        let forward = |x: Tensor| split.layer.forward_t(&x, true);
-        micro.backward_whole(&x, forward, |z| z.square().mean(Kind::Double)).expect("a step");
-        assert_near(&format!("{policy:?}"), &statistics(&plain), &statistics(&split));
-    }
 }

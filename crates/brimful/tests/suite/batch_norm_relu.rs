@@ -4,7 +4,7 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the custom kernels, `BRIMFUL_TEST_CUDA_GRAPHS=1` captures them.
 
 use crate::support::{
-    Named, alone, assert_all_within, assert_within, logged, micro_batcher, numbers, numbers_there,
+    Named, assert_all_within, assert_within, logged, micro_batcher, numbers, numbers_there,
     test_device, variables,
 };
 use brimful::micro::MemoryFormat;
@@ -99,7 +99,6 @@ fn trained(net: &Net, size: usize, f: impl Fn(&Net, &Tensor, bool) -> Tensor) ->
 
 #[test]
 fn in_one_or_one_by_one_training_is_the_same() {
-    let _turn = alone();
     for policy in POLICIES {
         for size in [13, 5] {
             let together = trained(&Net::new(policy), size, Net::in_one);
@@ -114,7 +113,6 @@ fn in_one_or_one_by_one_training_is_the_same() {
 
 #[test]
 fn in_one_or_one_by_one_evaluation_is_the_same() {
-    let _turn = alone();
     let net = Net::new(BatchNormPolicy::Deferred);
     let x = numbers_there(&[3, CHANNELS, 7, 9], 5).to_kind(Kind::Float);
     let (together, apart) = no_grad(|| (net.in_one(&x, false), net.one_by_one(&x, false)));
@@ -146,7 +144,6 @@ fn gradient_of_changed(change_first: bool) -> Tensor {
 
 #[test]
 fn a_second_use_may_be_changed_in_place() {
-    let _turn = alone();
     for change_first in [true, false] {
         let ours = gradient_of_changed(change_first);
         kernels::set_enabled(false);
@@ -158,7 +155,6 @@ fn a_second_use_may_be_changed_in_place() {
 
 #[test]
 fn nothing_is_said_where_nothing_was_refused() {
-    let _turn = alone();
     let log = logged(|| drop(trained(&Net::new(BatchNormPolicy::Deferred), 5, Net::in_one)));
     assert!(!log.contains("in the place of our own"), "{log}");
 }

@@ -4,7 +4,7 @@
 //! the same results.
 
 use crate::support::full_batch::{Batch, CLASSES, batch_from, losses, there};
-use crate::support::{Named, alone, clear, fill, numbers, test_device, variables};
+use crate::support::{Named, clear, fill, numbers, test_device, variables};
 use brimful::NonFinitePolicy;
 use brimful::loss::LossError;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
@@ -120,7 +120,6 @@ fn side_by_side(kind: Kind, policy: BatchNormPolicy, dropout: f64, lengths: &[i6
 
 #[test]
 fn replayed_steps_are_the_eager_ones() {
-    let _alone = alone();
     // Sizes of 4; of 4 and 3; fewer micro-batches; a single one.
     let lengths = [24, 24, 23, 23, 23, 24, 7, 4, 23];
     for policy in [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch] {
@@ -132,13 +131,11 @@ fn replayed_steps_are_the_eager_ones() {
 
 #[test]
 fn dropout_draws_the_masks_of_an_eager_step() {
-    let _alone = alone();
     side_by_side(Kind::Double, BatchNormPolicy::Deferred, 0.5, &[24, 24, 23, 23, 23]);
 }
 
 #[test]
 fn windows_of_several_mini_batches_come_to_the_same() {
-    let _alone = alone();
     let kind = Kind::Double;
     let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
     for window in 0..3 {
@@ -159,7 +156,6 @@ fn windows_of_several_mini_batches_come_to_the_same() {
 
 #[test]
 fn parameters_that_are_frozen_or_thawed_are_noticed() {
-    let _alone = alone();
     let kind = Kind::Double;
     let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
     for step in 0..6 {
@@ -186,7 +182,6 @@ fn factor() -> Tensor {
 /// checks run 1, 2, 4 and 8 steps later.
 #[test]
 fn leaves_outside_the_store_that_begin_to_want_a_gradient_get_it() {
-    let _alone = alone();
     let kind = Kind::Double;
     const BEGINS: i64 = 6;
     for of_batch in [true, false] {
@@ -277,7 +272,6 @@ const UNCAPTURABLE: [Uncapturable; 8] = [
 
 #[test]
 fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
-    let _alone = alone();
     for (name, word, run) in UNCAPTURABLE {
         let kind = Kind::Double;
         let ([eager, replayed], mut one, mut two) = pair(4, || NormedNet::plain(kind));
@@ -312,7 +306,6 @@ fn what_cannot_be_replayed_runs_eagerly_with_the_cause() {
 
 #[test]
 fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
-    let _alone = alone();
     let kind = Kind::Double;
     for policy in [NonFinitePolicy::RefuseLoss, NonFinitePolicy::RefuseGradients] {
         let ([eager, replayed], mut one, two) = pair(4, || NormedNet::plain(kind));
@@ -342,7 +335,6 @@ fn a_loss_that_is_not_finite_is_refused_and_the_next_step_is_right() {
 
 #[test]
 fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
-    let _alone = alone();
     let kind = Kind::Double;
     let ([eager, replayed], mut one, mut two) = pair(8, || NormedNet::plain(kind));
     let closure = |net: &NormedNet, (x, y, tokens): Batch| {
@@ -368,7 +360,6 @@ fn out_of_memory_frees_what_was_captured_and_the_next_step_is_right() {
 
 #[test]
 fn an_automatic_size_backs_off_and_is_replayed() {
-    let _alone = alone();
     let kind = Kind::Double;
     for size in [MicroBatches::Auto, MicroBatches::Largest] {
         // Without normalisation, whose results depend on the size.
@@ -399,7 +390,6 @@ fn an_automatic_size_backs_off_and_is_replayed() {
 
 #[test]
 fn a_thousand_steps_take_no_more_memory_than_a_hundred() {
-    let _alone = alone();
     let device = test_device();
     let net = NormedNet::new(Kind::Float, BatchNormPolicy::Deferred, 0.1);
     let mut micro = MicroBatcher::new(&net.store, MicroBatches::Samples(4)).cuda_graphs(true);
@@ -451,7 +441,6 @@ fn stepped(
 #[test]
 fn replayed_optimizer_steps_are_the_steps() {
     use brimful::optim::{Adam, AdamW, Method, Sgd};
-    let _alone = alone();
     let methods: [fn(f64) -> Method; 3] = [
         |rate| Sgd::new(rate).momentum(0.9).weight_decay(0.01).into(),
         |rate| Adam::new(rate).into(),

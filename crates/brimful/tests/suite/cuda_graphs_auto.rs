@@ -3,7 +3,7 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0 … -- --test-threads=1` on a GPU. On a CPU everything runs eagerly.
 
-use crate::support::{alone, test_device};
+use crate::support::test_device;
 use brimful::memory::Memory;
 use brimful::{Loss, MicroBatcher, MicroBatches, Replicas, Result, StepReport, World};
 use tch::nn::{self, Module, VarStore};
@@ -90,13 +90,11 @@ fn micro_batcher_holds(kind: &str, world: &World) {
 
 #[test]
 fn one_device() {
-    let _turn = alone();
     micro_batcher_holds("one device", &World::alone());
 }
 
 #[test]
 fn replicas() {
-    let _turn = alone();
     let replicas = Replicas::new([test_device()], MicroBatches::Auto, wide).expect("replicas");
     let mut replicas = replicas.cuda_graphs(true);
     let _limited = Limited::new();

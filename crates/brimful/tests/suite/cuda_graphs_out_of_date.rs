@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::support::{Named, alone, assert_within, fill, numbers_there, test_device, variables};
+use crate::support::{Named, assert_within, fill, numbers_there, test_device, variables};
 use brimful::{DeviceSpec, Loss, MicroBatcher, MicroBatches, Replicas};
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, Module, ModuleT};
@@ -97,7 +97,6 @@ type BoxedLoss<'a> = Box<dyn FnMut(Tensor) -> Loss + 'a>;
 
 #[test]
 fn closures_behind_one_type_are_not_taken_for_each_other() {
-    let _alone = alone();
     let (boxed, _) = side_by_side(6, Kind::Double, |micro, net, x, step| {
         let loss: BoxedLoss = match step % 2 {
             0 => Box::new(|x| net.square(&x)),
@@ -129,7 +128,6 @@ fn pointers_to_functions_are_not_taken_for_each_other() {
     fn sine(x: Tensor) -> Loss {
         net().sine(&x)
     }
-    let _alone = alone();
     let [eager, replayed] = [(); 2].map(|()| &*Box::leak(Box::new(TwoLayers::new(Kind::Double))));
     let (mut one, mut two) = (micro(eager, false), micro(replayed, true));
     for step in 0..6 {
@@ -174,7 +172,6 @@ fn outputs((one, two): &Layers, x: &Tensor) -> Tensor {
 
 #[test]
 fn replicas_that_alternate_two_losses_replay_each_as_itself() {
-    let _alone = alone();
     let net = TwoLayers::new(Kind::Double);
     let (mut one, mut replicas) = (micro(&net, false), replicated().cuda_graphs(true));
     let mut count = 0;
@@ -200,7 +197,6 @@ fn replicas_that_alternate_two_losses_replay_each_as_itself() {
 
 #[test]
 fn replicas_that_draw_on_the_host_are_not_replayed() {
-    let _alone = alone();
     let mut replicas = replicated().cuda_graphs(true);
     for step in 0..4 {
         let done = replicas.backward(&numbers_there(&[24, 5], step), |model, x: Tensor| {
@@ -215,7 +211,6 @@ fn replicas_that_draw_on_the_host_are_not_replayed() {
 
 #[test]
 fn a_factor_that_grows_a_little_at_every_step_is_followed() {
-    let _alone = alone();
     for kind in [Kind::Double, Kind::Float] {
         let (micro, _) = side_by_side(40, kind, |micro, net, x, step| {
             let factor = 1.0 + 1e-4 * step as f64;
@@ -243,7 +238,6 @@ fn a_factor_that_grows_a_little_at_every_step_is_followed() {
 
 #[test]
 fn a_flag_that_changes_after_many_steps_is_found_out_and_captured_anew() {
-    let _alone = alone();
     let kind = Kind::Double;
     let [eager, replayed] = [(); 2].map(|()| TwoLayers::new(kind));
     let (mut one, mut two) = (micro(&eager, false), micro(&replayed, true));
@@ -277,7 +271,6 @@ fn a_flag_that_changes_after_many_steps_is_found_out_and_captured_anew() {
 
 #[test]
 fn long_runs_are_checked_in_fewer_than_one_percent_of_their_micro_batches() {
-    let _alone = alone();
     let net = TwoLayers::new(Kind::Float);
     let mut micro = micro(&net, true);
     let calls = AtomicU64::new(0);
@@ -299,7 +292,6 @@ fn long_runs_are_checked_in_fewer_than_one_percent_of_their_micro_batches() {
 
 #[test]
 fn effects_outside_the_store_happen_once() {
-    let _alone = alone();
     let kind = Kind::Double;
     let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
     let worlds = [(); 2].map(|()| {
@@ -335,7 +327,6 @@ fn effects_outside_the_store_happen_once() {
 
 #[test]
 fn a_frozen_weight_or_a_statistic_that_moves_is_noticed() {
-    let _alone = alone();
     let kind = Kind::Double;
     let pairs = [(); 2].map(|()| {
         let net = TwoLayers::new(kind);
@@ -364,7 +355,6 @@ fn a_frozen_weight_or_a_statistic_that_moves_is_noticed() {
 
 #[test]
 fn a_tensor_of_the_closures_that_is_replaced_is_noticed_at_once() {
-    let _alone = alone();
     // In a step without a check, once early and once after many steps.
     for (steps, at) in [(12, 7), (120, 80)] {
         let (mut mask, mut noise) = (numbers_there(&[5], 3), Vec::new());
@@ -385,7 +375,6 @@ fn a_tensor_of_the_closures_that_is_replaced_is_noticed_at_once() {
 
 #[test]
 fn a_backward_that_reaches_another_store_is_not_captured() {
-    let _alone = alone();
     let kind = Kind::Double;
     let [one, two] = [(); 2].map(|()| (TwoLayers::new(kind), TwoLayers::new(kind)));
     let mut micros = [micro(&one.0, false), micro(&two.0, true)];
@@ -408,7 +397,6 @@ fn a_backward_that_reaches_another_store_is_not_captured() {
 
 #[test]
 fn a_closure_that_changes_the_copy_it_gets_is_replayed() {
-    let _alone = alone();
     let mut count = 0;
     side_by_side(6, Kind::Double, |micro, net, x, _| {
         // From the host, so that each micro-batch is a copy.
@@ -427,7 +415,6 @@ fn a_closure_that_changes_the_copy_it_gets_is_replayed() {
 
 #[test]
 fn replicas_with_an_automatic_size_learn_what_replayed_work_needs() {
-    let _alone = alone();
     if !replays() {
         return;
     }
@@ -464,7 +451,6 @@ fn replicas_with_an_automatic_size_learn_what_replayed_work_needs() {
 #[test]
 fn options_that_are_loaded_count_in_replayed_steps_of_an_optimizer() {
     use brimful::optim::{Optimizer, Sgd};
-    let _alone = alone();
     let file = tempfile::NamedTempFile::new().expect("a file");
     let saved = TwoLayers::new(Kind::Double);
     let decaying = Sgd::new(0.1).weight_decay(0.5);
@@ -494,7 +480,6 @@ fn options_that_are_loaded_count_in_replayed_steps_of_an_optimizer() {
 
 #[test]
 fn a_tensor_that_is_another_one_at_every_step_is_caught_in_the_next() {
-    let _alone = alone();
     let factors: Vec<Tensor> = (0..20)
         .map(|i| Tensor::full([1], 1.0 + 1e-4 * f64::from(i), (Kind::Float, test_device())))
         .collect();
@@ -512,7 +497,6 @@ fn a_tensor_that_is_another_one_at_every_step_is_caught_in_the_next() {
 fn threads_that_draw_on_the_host_are_left_alone() {
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
-    let _alone = alone();
     if !replays() {
         return;
     }

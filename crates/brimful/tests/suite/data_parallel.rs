@@ -1,22 +1,19 @@
 //! Ranks that each run their part of a mini-batch give the plain model's results on all of it.
 
-use std::panic::{self, AssertUnwindSafe};
-
 use crate::support::full_batch::{
-    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM, assert_gradients,
-    assert_loss, batch, distance, losses, plain,
+    Batch, Classifier, MEAN, OVER_TOKENS, SEVERAL_WITH_A_SUM, assert_gradients, assert_loss, batch,
+    losses, plain,
 };
 use crate::support::ranks::in_ranks;
 use crate::support::state::state;
-use crate::support::{Update, assert_fails, assert_same, clear, numbers_there, test_device, tests};
+use crate::support::{assert_fails, assert_same, clear, numbers_there, test_device};
 use brimful::StepError;
 use brimful::batch::{BatchError, Sequences};
 use brimful::memory::{Arena, Memory};
 use brimful::micro::MemoryFormat;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
-use brimful::optim::{AdamW, Method, Optimizer, Sgd};
 use brimful::world::WorldError;
-use brimful::{DeviceSpec, Error, Loss, MicroBatcher, MicroBatches, Replicas, StepRng, World};
+use brimful::{DeviceSpec, Error, Loss, MicroBatcher, MicroBatches, Replicas, World};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -53,147 +50,23 @@ fn net(root: &nn::Path) -> Classifier {
     Classifier::after(nn::seq_t().add(batch_norm1d(root / "norm", 6, Default::default())), root)
 }
 
-fn full_batch_gradients(world: World) {
-    let (plain_store, plain_net) = plain(net);
-    // Ranks begin with different values, and receive the first one's.
-    let (store, model) = plain(net);
-    if world.rank() > 0 {
-        tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 3.0))));
-    }
-    for size in [MicroBatches::Samples(2), MicroBatches::Count(3), MicroBatches::Samples(1000)] {
-        let mut micro = MicroBatcher::new(&store, size).join(&world).expect("one model");
-        for (samples, uneven) in [(1, false), (13, false), (13, true)] {
-            for Case { name, full, micro: loss } in &CASES {
-                let what = format!("{name}, {samples} samples, {size:?}, uneven: {uneven}");
-                let whole = batch(samples as i64);
-                clear(&plain_store);
-                clear(&store);
-                let expected = full(&plain_net, &whole);
-                expected.backward();
-                let parts = parts(&world, samples, uneven);
-                let own = part(&world, &parts, &whole);
-                let step = micro.backward(&own, |batch| loss(&model, &batch)).expect(&what);
-                assert_loss(step.loss, &expected, &what);
-                assert_eq!(step.samples, samples, "{what}");
-                assert_eq!(step.sizes.iter().sum::<usize>(), parts[world.rank()], "{what}");
-                assert_gradients(&what, &plain_store, &store);
-                let step = micro.evaluate(&own, |batch| loss(&model, &batch)).expect(&what);
-                assert_loss(step.loss, &expected, &format!("{what}, evaluated"));
-            }
-        }
-    }
-}
-
-tests! {
-    one_rank_leaves_the_full_batchs_gradient => in_ranks(1, full_batch_gradients),
-    two_ranks_leave_the_full_batchs_gradient => in_ranks(2, full_batch_gradients),
-    four_ranks_leave_the_full_batchs_gradient => in_ranks(4, full_batch_gradients),
-}
-
 #[test]
-fn steps_leave_the_plain_parameters_and_statistics() {
-    in_ranks(2, |world| {
-        for method in [Method::from(Sgd::new(0.1).momentum(0.9)), AdamW::new(0.01).into()] {
-            let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
-            let mut micro =
-                MicroBatcher::new(&store, MicroBatches::Samples(3)).join(&world).expect("one");
-            let mut one = Optimizer::new(&plain_store, method).expect("an optimizer");
-            let mut other = Optimizer::new(&store, method).expect("an optimizer");
-            for step in 0..3 {
-                let whole = batch(12 + step);
-                let parts = parts(&world, 12 + step as usize, step == 1);
-                (SEVERAL_WITH_A_SUM.full)(&plain_net, &whole).backward();
-                // The first layer's statistics, which do not depend on the micro-batch size.
-                let _training = plain_net.layers.forward_t(&whole.0, true);
-                let own = part(&world, &parts, &whole);
-                let run = |batch: Batch| {
-                    let _training = tch::no_grad(|| model.layers.forward_t(&batch.0, true));
-                    (SEVERAL_WITH_A_SUM.micro)(&model, &batch)
-                };
-                micro.backward(&own, run).expect("a step");
-                for optimizer in [&mut one, &mut other] {
-                    optimizer.clip_gradient_norm(0.5).expect("clipped");
-                    optimizer.update();
-                }
-            }
-            let others = store.variables();
-            for (name, variable) in plain_store.variables() {
-                let off = distance(&variable, &others[&name]);
-                assert!(off < 1e-9, "{method:?}: {name} is {off} off");
-            }
-        }
-    });
-}
-
-#[test]
-fn dropout_belongs_to_step_rank_and_micro_batch() {
-    in_ranks(2, |world| {
-        let net = |root: &nn::Path| {
-            Classifier::after(nn::seq_t().add_fn_t(|x, train| x.dropout(0.5, train)), root)
-        };
+fn ranks_with_unlike_first_values_of_which_one_has_no_sample_leave_the_full_batchs_gradient() {
+    in_ranks(4, |world| {
         let ((plain_store, plain_net), (store, model)) = (plain(net), plain(net));
+        // Ranks receive the first one's values.
+        let factor = 1.0 + world.rank() as f64;
+        tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * factor))));
         let mut micro =
             MicroBatcher::new(&store, MicroBatches::Samples(2)).join(&world).expect("one model");
-        let whole = batch(9);
-        let parts = parts(&world, 9, false);
-        let loss = |net: &Classifier, (x, y, _): &Batch| {
-            losses(&net.layers.forward_t(x, true), y).sum(Kind::Double)
-        };
-        // The state of the ranks' own generators does not matter.
-        tch::manual_seed(7 + world.rank() as i64);
-        let own = part(&world, &parts, &whole);
-        let step = micro.backward(&own, |batch| Loss::sum(loss(&model, &batch))).expect("a step");
-        let seed = step.seed.expect("a world's step has one");
-        let mut start = 0;
-        for (rank, samples) in parts.iter().enumerate() {
-            let cut = brimful_plan::split::by_size(*samples, 2).expect("a cut");
-            for (i, range) in cut.into_iter().enumerate() {
-                tch::manual_seed(StepRng::new(seed, i).seed(rank) as i64);
-                loss(&plain_net, &rows(&whole, start + range.start, range.len())).backward();
-            }
-            start += samples;
-        }
-        assert_gradients("dropout", &plain_store, &store);
-    });
-}
-
-#[test]
-fn what_fails_on_one_rank_has_failed_on_all() {
-    in_ranks(3, |world| {
-        let (store, model) = plain(net);
-        let mut micro =
-            MicroBatcher::new(&store, MicroBatches::Samples(3)).join(&world).expect("one model");
-        let own = part(&world, &parts(&world, 20, false), &batch(20));
-        micro.backward(&own, |batch| (MEAN.micro)(&model, &batch)).expect("an earlier step");
-        let before = state(&store);
-        let unchanged = |what: &str| assert_same(what, &before, &state(&store));
-
-        let is_first = world.rank() == 1;
-        let error = micro.backward(&own, |batch| {
-            if is_first { Err("no more") } else { Ok((MEAN.micro)(&model, &batch)) }
-        });
-        let error = error.expect_err("an error").to_string();
-        assert!(error.contains("no more"), "{error}");
-        assert!(is_first || error.contains("rank 1"), "{error}");
-        unchanged("an error");
-
-        let result = panic::catch_unwind(AssertUnwindSafe(|| {
-            micro.backward(&own, |batch| {
-                assert!(!is_first, "a panic of one");
-                (MEAN.micro)(&model, &batch)
-            })
-        }));
-        match result {
-            Err(payload) => {
-                assert!(is_first);
-                assert_eq!(payload.downcast_ref::<&str>(), Some(&"a panic of one"));
-            }
-            Ok(ended) => {
-                let error = ended.expect_err("the other's").to_string();
-                assert!(error.contains("rank 1") && error.contains("a panic of one"), "{error}");
-            }
-        }
-        unchanged("a panic");
+        let whole = batch(13);
+        let expected = (SEVERAL_WITH_A_SUM.full)(&plain_net, &whole);
+        expected.backward();
+        let own = part(&world, &parts(&world, 13, true), &whole);
+        let run = |batch: Batch| (SEVERAL_WITH_A_SUM.micro)(&model, &batch);
+        let step = micro.backward(&own, run).expect("a step");
+        assert_loss(step.loss, &expected, "four ranks");
+        assert_gradients("four ranks", &plain_store, &store);
     });
 }
 
@@ -393,33 +266,6 @@ fn a_window_of_mini_batches_is_one_step_of_all_ranks() {
     });
 }
 
-/// Two replicas per rank: on the tested device, and on a CPU.
-fn replicas(world: &World) -> Replicas<Classifier> {
-    tch::manual_seed(1);
-    let devices = [test_device(), Device::Cpu].map(|d| DeviceSpec::from(d).threads(1));
-    let replicas = Replicas::new(devices, MicroBatches::Samples(2), net).expect("replicas");
-    let mut replicas = replicas.join(world).expect("one model");
-    replicas.store_mut().double();
-    replicas
-}
-
-#[test]
-fn a_window_of_replicas_is_one_step_of_all_ranks() {
-    in_ranks(2, |world| {
-        let (plain_store, plain_net) = plain(net);
-        let mut replicas = replicas(&world);
-        let whole = batch(15);
-        (OVER_TOKENS.full)(&plain_net, &whole).backward();
-        for batch in window(&world, &whole, 2) {
-            let run = |net: &Classifier, batch: Batch| (OVER_TOKENS.micro)(net, &batch);
-            replicas.accumulate(&batch, run).expect("a part");
-        }
-        replicas.commit().expect("all parts");
-        assert_gradients("a window", &plain_store, replicas.store());
-        assert_fails(replicas.commit(), &["accumulate"]);
-    });
-}
-
 /// Uses CUDA graphs on CUDA; runs eagerly elsewhere.
 #[test]
 fn replayed_micro_batches_of_ranks_leave_the_full_batchs_gradient() {
@@ -440,37 +286,6 @@ fn replayed_micro_batches_of_ranks_leave_the_full_batchs_gradient() {
             assert_gradients(&format!("step {number}"), &plain_store, &store);
         }
         assert_eq!(replayed > 0, test_device() != Device::Cpu, "{replayed} were replayed");
-    });
-}
-
-#[test]
-fn replicas_of_several_ranks_are_one_step() {
-    in_ranks(2, |world| {
-        let (plain_store, plain_net) = plain(net);
-        let mut replicas = replicas(&world);
-        for (samples, uneven) in [(13, false), (13, true)] {
-            for Case { name, full, micro } in &CASES {
-                let whole = batch(samples as i64);
-                clear(&plain_store);
-                clear(replicas.store());
-                let expected = full(&plain_net, &whole);
-                expected.backward();
-                let own = part(&world, &parts(&world, samples, uneven), &whole);
-                let micro = *micro;
-                let step = replicas.backward(&own, move |net, batch| micro(net, &batch));
-                let step = step.expect(name);
-                assert_loss(step.loss, &expected, name);
-                assert_eq!(step.samples, samples);
-                assert_gradients(name, &plain_store, replicas.store());
-            }
-        }
-        let is_first = world.rank() == 1;
-        let own = part(&world, &parts(&world, 13, false), &batch(13));
-        let error = replicas.backward(&own, move |net, batch| {
-            if is_first { Err("no more") } else { Ok((MEAN.micro)(net, &batch)) }
-        });
-        assert!(error.expect_err("an error").to_string().contains("no more"));
-        replicas.backward(&own, |net, batch| (MEAN.micro)(net, &batch)).expect("the next step");
     });
 }
 

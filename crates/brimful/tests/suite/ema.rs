@@ -2,10 +2,10 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
-use crate::support::pipeline_cases::{CASES, CNN, Plain, builder, mlp};
+use crate::support::pipeline_cases::{CASES, CNN, Plain, builder, mlp, piped};
 use crate::support::{
-    Named, Update, alone, assert_close, assert_fails, copies, numbers_there, set_values,
-    test_device, variables,
+    Named, Update, assert_close, assert_fails, copies, numbers_there, set_values, test_device,
+    variables,
 };
 use brimful::memory::Arena;
 use brimful::optim::{Ema, OptimError, Optimizer, Sgd};
@@ -197,7 +197,6 @@ fn averages_that_do_not_fit_are_refused_by_name_and_change_nothing() {
 
 #[test]
 fn averages_are_counted_in_the_memory_that_is_entered_and_an_update_is_whole_or_not_at_all() {
-    let _turn = alone();
     let mut store = VarStore::new(Device::Cpu);
     let _ = store.root().ones("weight", &[64, 64]);
     store.set_kind(Kind::BFloat16);
@@ -221,14 +220,10 @@ fn averages_are_counted_in_the_memory_that_is_entered_and_an_update_is_whole_or_
 
 #[test]
 fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
-    let _turn = alone();
     tch::manual_seed(3);
     for case in &CASES {
         let layers = (case.layers)();
-        let mut pipe = builder(layers.clone(), 3)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(layers.clone(), 3, 2);
         let plain = Plain::of(&layers, &pipe);
         let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
         let mut own = Optimizer::new(&plain.store, Sgd::new(0.1)).expect("an optimizer");
@@ -257,14 +252,10 @@ fn a_pipelines_averages_are_those_of_the_plain_model_whatever_the_balance() {
 
 #[test]
 fn a_pipeline_is_judged_with_its_averages_and_trains_on_with_its_own_weights() {
-    let _turn = alone();
     tch::manual_seed(4);
     // Copies of shared weights are updated too.
     for case in &CASES {
-        let mut pipe = builder((case.layers)(), 3)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped((case.layers)(), 3, 2);
         let (x, y) = ((case.input)(6), (case.target)(6));
         let judged = |pipe: &mut Pipeline| pipe.evaluate(&x, &y, case.loss).expect("judged").loss;
         let mut ema = pipe.ema(0.9).expect("averages");
@@ -283,7 +274,6 @@ fn a_pipeline_is_judged_with_its_averages_and_trains_on_with_its_own_weights() {
 
 #[test]
 fn averages_of_another_model_are_refused_by_a_pipeline() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
     let mut ema = pipe.ema(0.9).expect("averages");
     let mut other = builder((CNN.layers)(), 1).build().expect("a pipeline");

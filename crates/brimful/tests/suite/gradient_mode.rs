@@ -3,7 +3,7 @@
 
 use crate::support::pipeline_cases::builder;
 use crate::support::{
-    Named, alone, assert_close, copies, fill, gradients, numbers, numbers_there, test_device,
+    Named, assert_close, copies, fill, gradients, numbers, numbers_there, test_device,
 };
 use brimful::layers::Layers;
 use brimful::schedule::Recompute;
@@ -76,7 +76,6 @@ fn expected() -> Named {
 
 #[test]
 fn a_closure_s_guard_ends_with_its_micro_batch() {
-    let _alone = alone();
     let expected = expected();
     let (store, model) = filled();
     for outside in [true, false] {
@@ -108,7 +107,6 @@ fn a_closure_s_guard_ends_with_its_micro_batch() {
 
 #[test]
 fn a_replica_s_guard_ends_with_its_micro_batch() {
-    let _alone = alone();
     let expected = expected();
     let devices = [test_device(), test_device()];
     let mut replicas = Replicas::new(devices, MicroBatches::Samples(2), built).expect("replicas");
@@ -127,7 +125,6 @@ fn a_replica_s_guard_ends_with_its_micro_batch() {
 
 #[test]
 fn a_layer_s_guard_ends_with_its_action() {
-    let _alone = alone();
     let expected = expected();
     for (forgets, recompute) in
         [(false, Recompute::Never), (true, Recompute::Never), (true, Recompute::Always)]

@@ -3,7 +3,7 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU.
 
 use crate::support::{
-    Named, alone, assert_all_within, assert_fails, assert_same, micro_batcher, near, numbers,
+    Named, assert_all_within, assert_fails, assert_same, micro_batcher, near, numbers,
     numbers_there, test_device,
 };
 use brimful::memory::{Arena, Memory};
@@ -311,7 +311,6 @@ fn in_micro_batches_a_tied_head_has_the_gradient_of_the_whole_batch() {
 /// On a CPU, on which every byte is counted.
 #[test]
 fn its_peak_is_below_the_logits_by_far() {
-    let _turn = alone();
     let hidden = Tensor::randn([512, 8], CPU).set_requires_grad(true);
     let weight = Tensor::randn([4096, 8], CPU).set_requires_grad(true);
     let targets = Tensor::randint(4096, [512], (Kind::Int64, Device::Cpu));
@@ -355,7 +354,6 @@ fn gradient_beside(bytes: i64) -> Tensor {
 /// A CUDA graph must give the eager result, and a retried step that of the failed one.
 #[test]
 fn what_else_is_in_memory_changes_no_bit() {
-    let _turn = alone();
     let memory = Memory::of(test_device()).expect("a memory");
     memory.set_limit(Some(4 << 30)).expect("a limit");
     let other = if test_device().is_cuda() { 3_300 << 20 } else { 1 };

@@ -32,8 +32,6 @@ mod pipeline;
 mod pipeline_auto;
 mod pipeline_faults;
 mod pipeline_memory;
-mod pipeline_transparency;
-mod pipeline_windows;
 mod replicas;
 mod replicas_as_micro_batcher;
 mod replicas_faults;

@@ -3,7 +3,6 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::support::alone;
 use crate::support::pipeline_cases::linear;
 use brimful::balance::{self, LayerCost, Profile};
 use brimful::batch::BatchError;
@@ -15,7 +14,6 @@ use tch::{Device, Kind, Tensor};
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 fn profile(layers: &Layers, batch: &Tensor) -> brimful::Result<Profile> {
-    let _turn = alone();
     balance::measure(layers, Device::Cpu, batch)
 }
 
@@ -36,7 +34,6 @@ fn sizes_are_exact_and_shown_layer_by_layer() {
     let batch = Tensor::ones([8, 256], CPU);
     let mut seen = Vec::new();
     let watch = |layer: &LayerCost| seen.push(layer.name.clone());
-    let _turn = alone();
     let profile = balance::measure_of_kind(&perceptron(), Device::Cpu, &batch, Kind::Float, watch);
     let profile = profile.expect("a profile");
     assert_eq!(profile.input_bytes, 1024);
@@ -126,7 +123,6 @@ fn nothing_outside_is_touched() {
         .add_fn_t("drop", |x, train| x.dropout(0.5, train))
         .add_fn("mine", move |x| x.narrow(1, 0, 256) * &*inner.lock().expect("one thread"));
     let batch = Tensor::ones([8, 256], CPU).set_requires_grad(true);
-    let _turn = alone();
     tch::manual_seed(7);
     let expected = Tensor::rand([4], CPU);
     tch::manual_seed(7);

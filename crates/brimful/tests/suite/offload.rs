@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 
 use crate::support::pipeline_cases::{Case, GPT, MLP, Plain, U_NET, builder, mlp};
 use crate::support::{
-    Named, Update, alone, assert_close, assert_fails, assert_same, copies, numbers, test_device,
+    Named, Update, assert_close, assert_fails, assert_same, copies, numbers, test_device,
 };
 use brimful::balance;
 use brimful::loss::LossError;
 use brimful::memory::Arena;
-use brimful::optim::{Adafactor, Adam, AdamW, Method, Muon, Optimizer, Sgd};
+use brimful::optim::{Adam, AdamW, Method, Optimizer, Sgd};
 use brimful::pipeline::{Builder, Offload, PipelineError};
 use brimful::plan::{PlanDevice, Request, plan};
 use brimful::schedule::{
@@ -55,41 +55,7 @@ fn batch() -> (Tensor, Tensor) {
 }
 
 #[test]
-fn every_optimizer_and_clipping_are_as_on_the_device() {
-    let _turn = alone();
-    let methods: [Method; 5] = [
-        Sgd::new(0.1).momentum(0.9).into(),
-        Adam::new(0.01).into(),
-        AdamW::new(0.01).weight_decay(0.1).into(),
-        // Both need whole matrices.
-        Adafactor::new(0.01).eps(0.01, 0.01).into(),
-        Muon::new(0.01).eps(0.01).into(),
-    ];
-    for method in methods {
-        for layers in [MLP, GPT] {
-            let trained = both(layers.layers).map(|mut pipe| {
-                let mut optimizer = pipe.optimizer(method).expect("an optimizer");
-                let mut norms = Vec::new();
-                for seed in 0..3 {
-                    let (x, y) = layers.data(7, seed);
-                    pipe.backward(&x, &y, layers.loss).expect("a step");
-                    let norm = optimizer.clip_gradient_norm(0.05).expect("clipped");
-                    norms.push(norm.value().expect("a number"));
-                    optimizer.update();
-                }
-                (norms, pipe.variables().expect("variables"))
-            });
-            let [(norms, device), (on_host, host)] = trained;
-            let far = norms.iter().zip(&on_host).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-            assert!(far < 1e-10, "{norms:?} and {on_host:?}");
-            assert_close(&host, &device, layers.name);
-        }
-    }
-}
-
-#[test]
 fn what_was_saved_offloaded_is_a_model_like_others() {
-    let _turn = alone();
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.safetensors");
     let [mut device, mut host] = both(mlp);
@@ -109,7 +75,6 @@ fn what_was_saved_offloaded_is_a_model_like_others() {
 
 #[test]
 fn half_precision_has_f32_gradients_on_the_host() {
-    let _turn = alone();
     let (x, y) = batch();
     let [device, host] = [Offload::Device, Offload::Host].map(|location| {
         tch::manual_seed(3);
@@ -155,7 +120,6 @@ fn in_bf16(gradients: Kind) -> (Named, Named) {
 
 #[test]
 fn gradients_on_the_host_are_rounded_for_a_model_in_bf16_alone() {
-    let _turn = alone();
     let ((wide, _), (narrow, trained)) = (in_bf16(Kind::Float), in_bf16(Kind::BFloat16));
     let rounded = wide.iter().map(|(name, g)| (name.clone(), g.to_kind(Kind::BFloat16)));
     assert_same("rounded", &narrow, &rounded.collect::<Vec<_>>());
@@ -169,7 +133,6 @@ fn gradients_on_the_host_are_rounded_for_a_model_in_bf16_alone() {
 
 #[test]
 fn a_wait_outlasts_freezing_and_groups_take_options_until_the_first_step() {
-    let _turn = alone();
     let (x, y) = batch();
     let trained = both(mlp).map(|mut pipe| {
         let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
@@ -194,7 +157,6 @@ fn a_wait_outlasts_freezing_and_groups_take_options_until_the_first_step() {
 
 #[test]
 fn losses_on_all_outputs_update_in_the_backward_too() {
-    let _turn = alone();
     let (x, y) = batch();
     let trained = [false, true].map(|updates_in_backward| {
         tch::manual_seed(3);
@@ -223,7 +185,6 @@ fn losses_on_all_outputs_update_in_the_backward_too() {
 /// buffer for optimizer state.
 #[test]
 fn an_update_that_waits_outlasts_memory_that_runs_out() {
-    let _turn = alone();
     if test_device() != Device::Cpu {
         return;
     }
@@ -276,7 +237,6 @@ fn even(p: &nn::Path) -> impl nn::Module + use<> {
 
 #[test]
 fn a_gradient_that_is_not_finite_is_found_in_whatever_stage() {
-    let _turn = alone();
     for place in 0..STAGES {
         let layers = (0..STAGES).fold(Layers::new(), |layers, number| match number == place {
             true => layers.add(number.to_string(), odd),
@@ -325,7 +285,6 @@ fn train_deep(builder: Builder, device: &Arena, micro_batches: usize) {
 
 #[test]
 fn a_plan_leaves_on_the_device_what_fits_there_and_is_kept() {
-    let _turn = alone();
     const BLOCKS: usize = 12;
     const MICRO_BATCHES: usize = 4;
     // Weights, gradients and Adam's moments of all blocks take 800 kB.
@@ -350,7 +309,6 @@ fn a_plan_leaves_on_the_device_what_fits_there_and_is_kept() {
 
 #[test]
 fn automatic_offload_is_what_the_memory_needs() {
-    let _turn = alone();
     const MICRO_BATCHES: usize = 4;
     let sample = numbers(&[16, 64], 1).to_kind(Kind::Float);
     let loss = |out: &Tensor, x: &Tensor| (out - x).square().mean(Kind::Float);
@@ -385,7 +343,6 @@ fn automatic_offload_is_what_the_memory_needs() {
 /// A shared table is one tensor: an offloaded stage and a resident one would disagree about its location.
 #[test]
 fn stages_that_share_a_parameter_live_in_one_place() {
-    let _turn = alone();
     let on_host = |layers: Layers, each: [Location; STAGES]| {
         let pipe = offloaded(layers, each.into()).build().expect("a pipeline");
         pipe.offloaded_stages().expect("a number")
@@ -399,7 +356,6 @@ fn stages_that_share_a_parameter_live_in_one_place() {
 
 #[test]
 fn neither_more_stages_nor_more_samples_need_more_of_the_device() {
-    let _turn = alone();
     let least = peak(3, 3);
     for (blocks, micro_batches) in [(12, 3), (3, 24), (24, 24)] {
         let more = peak(blocks, micro_batches);
@@ -410,7 +366,6 @@ fn neither_more_stages_nor_more_samples_need_more_of_the_device() {
 
 #[test]
 fn a_host_without_free_memory_says_so_and_a_wrong_number_of_locations_too() {
-    let _turn = alone();
     if test_device() != tch::Device::Cpu {
         return;
     }
@@ -440,29 +395,6 @@ fn a_host_without_free_memory_says_so_and_a_wrong_number_of_locations_too() {
         offloaded(mlp(), vec![].into()).build().map(drop),
         &["locations of 0 stages were given"],
     );
-}
-
-#[test]
-fn updates_in_the_backward_are_equal() {
-    let _turn = alone();
-    let mean = |out: Tensor, _: &Tensor| Loss::mean(out.square().mean(Kind::Double));
-    for case in [MLP, GPT] {
-        let trained = [false, true].map(|updates_in_backward| {
-            tch::manual_seed(3);
-            let builder = offloaded((case.layers)(), Offload::Host);
-            let builder = builder.update_in_backward(updates_in_backward);
-            let mut pipe = builder.build().expect("a pipeline");
-            let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
-            for seed in 0..3 {
-                let (x, y) = case.data(7, seed);
-                pipe.backward(&x, &y, mean).expect("a step");
-                assert_eq!(pipe.gradients().expect("gradients").is_empty(), updates_in_backward);
-                optimizer.update();
-            }
-            pipe.variables().expect("variables")
-        });
-        assert_close(&trained[1], &trained[0], case.name);
-    }
 }
 
 /// Two stages with a shared table.
@@ -498,7 +430,6 @@ fn tied_offloaded(list: &str, updates_in_backward: bool) -> (Pipeline, Optimizer
 /// The second stage's weight gradients are added to the first one's.
 #[test]
 fn updates_in_the_backward_refuse_a_list_that_ends_a_stage_before_what_adds_to_its_gradient() {
-    let _turn = alone();
     let (x, y) = ((TIED.input)(7), (TIED.target)(7));
     let too_early = "0F0,0F1,1F0,1F1,1I0,1I1,1W1,0B0,0B1,1W0";
     let (mut pipe, _optimizer) = tied_offloaded(too_early, true);
@@ -520,65 +451,30 @@ fn updates_in_the_backward_refuse_a_list_that_ends_a_stage_before_what_adds_to_i
     assert_close(&values, &pipe.variables().expect("variables"), "halves before");
 }
 
-/// Number of operations in [`deed`], which a user may run between a backward and its step.
-const DEEDS: usize = 10;
-
-fn deed(number: usize, pipe: &mut Pipeline, optimizer: &mut Optimizer, case: &Case) {
-    match number {
-        1 => drop(optimizer.clip_gradient_norm(0.05).expect("a norm")),
-        2 => optimizer.set_learning_rate(0.02).expect("a rate"),
-        // New gradients in the place of the old ones, and added to them.
-        3 => {
-            optimizer.zero_grad().expect("cleared");
-            pipe.backward(&(case.input)(5), &(case.target)(5), case.loss).expect("a step");
-        }
-        4 => drop(pipe.backward(&(case.input)(5), &(case.target)(5), case.loss).expect("a step")),
-        // Applies the same gradients a second time.
-        5 => optimizer.step().expect("a step"),
-        6 => {
-            let values = pipe.variables().expect("variables");
-            let half = values.into_iter().map(|(name, value)| (name, value * 0.5));
-            pipe.set_variables(half.collect()).expect("values");
-        }
-        // Parameters are copied in and out, and keep their values.
-        7 => drop(pipe.evaluate(&(case.input)(5), &(case.target)(5), case.loss).expect("a loss")),
-        8 => drop(pipe.map(&(case.input)(5), |out: Tensor| out).expect("outputs")),
-        // The window's gradients are added to those of the step.
-        9 => {
-            pipe.accumulate(&(case.input)(5), &(case.target)(5), case.loss).expect("a part");
-            optimizer.step().expect("a step");
-            pipe.commit().expect("a window");
-        }
-        _ => {}
-    }
-}
-
+/// The window's gradients are added to those of the step before it.
 #[test]
-fn updates_that_wait_are_those_of_the_device_whatever_comes_between() {
-    let _turn = alone();
+fn an_update_inside_a_window_is_that_of_the_device() {
     for case in [MLP, GPT] {
-        for number in 0..DEEDS {
-            let trained = both(case.layers).map(|mut pipe| {
-                let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
-                for seed in 0..4 {
-                    optimizer.set_learning_rate(0.01 / (seed + 1) as f64).expect("a rate");
-                    let (x, y) = case.data(7, seed);
-                    pipe.backward(&x, &y, case.loss).expect("a step");
-                    deed(number, &mut pipe, &mut optimizer, &case);
-                    optimizer.update();
-                }
-                pipe.variables().expect("variables")
-            });
-            let [device, host] = trained;
-            assert_close(&host, &device, &format!("{}, deed {number}", case.name));
-        }
+        let trained = both(case.layers).map(|mut pipe| {
+            let mut optimizer = pipe.optimizer(AdamW::new(0.01)).expect("an optimizer");
+            for seed in 0..4 {
+                let (x, y) = case.data(7, seed);
+                pipe.backward(&x, &y, case.loss).expect("a step");
+                pipe.accumulate(&x, &y, case.loss).expect("a part");
+                optimizer.step().expect("a step");
+                pipe.commit().expect("a window");
+                optimizer.update();
+            }
+            pipe.variables().expect("variables")
+        });
+        let [device, host] = trained;
+        assert_close(&host, &device, case.name);
     }
 }
 
 /// An update continues behind `step()`, and writes to tensors that the caller keeps.
 #[test]
 fn kept_variables_are_the_plain_models_after_wait() {
-    let _turn = alone();
     let (x, y) = batch();
     let trained = both(mlp).map(|mut pipe| {
         let kept = pipe.variables().expect("variables");
@@ -602,7 +498,6 @@ fn kept_variables_are_the_plain_models_after_wait() {
 /// them old. Without one, others change them, such as tch's, which change `data()`.
 #[test]
 fn weights_that_are_set_between_steps_are_those_of_the_next_step() {
-    let _turn = alone();
     let (x, y) = batch();
     let trained = |optimizes: bool| {
         both(mlp).map(|mut pipe| {
@@ -628,7 +523,6 @@ fn weights_that_are_set_between_steps_are_those_of_the_next_step() {
 
 #[test]
 fn an_update_takes_memory_for_the_state_alone_and_takes_it_once() {
-    let _turn = alone();
     if test_device() != Device::Cpu {
         return;
     }
@@ -664,7 +558,6 @@ fn an_update_takes_memory_for_the_state_alone_and_takes_it_once() {
 
 #[test]
 fn a_step_that_fails_behind_an_update_says_so_and_others_are_refused_before() {
-    let _turn = alone();
     let (x, y) = batch();
     let fails = |x: &Tensor| {
         assert!(!brimful::pipeline::is_recomputing(), "no second time");
@@ -708,7 +601,6 @@ fn partly_updated(error: &Error) -> bool {
 
 #[test]
 fn a_loss_that_is_not_finite_is_refused_before_the_first_update() {
-    let _turn = alone();
     let mixed = || vec![Location::Host, Location::Host, Location::Host, Location::Device].into();
     for places in [|| Offload::Host, mixed] {
         for row in [0, 3, 6] {
@@ -728,7 +620,6 @@ fn a_loss_that_is_not_finite_is_refused_before_the_first_update() {
 
 #[test]
 fn no_stage_is_updated_by_a_gradient_that_is_refused() {
-    let _turn = alone();
     for place in 0..STAGES {
         let layers = (0..STAGES).fold(Layers::new(), |layers, number| match number == place {
             true => layers.add(number.to_string(), odd),
@@ -758,7 +649,6 @@ fn no_stage_is_updated_by_a_gradient_that_is_refused() {
 /// automatic size would otherwise retry and update twice.
 #[test]
 fn memory_that_runs_out_behind_an_update_is_reported_and_no_reason_to_try_again() {
-    let _turn = alone();
     if test_device() != Device::Cpu {
         return;
     }
@@ -803,7 +693,6 @@ fn memory_that_runs_out_behind_an_update_is_reported_and_no_reason_to_try_again(
 /// Covers the optimizer's state, which is allocated before the first update, and boundaries.
 #[test]
 fn a_step_that_runs_out_of_host_memory_between_updates_says_so() {
-    let _turn = alone();
     if test_device() != Device::Cpu {
         return;
     }
@@ -830,7 +719,6 @@ fn a_step_that_runs_out_of_host_memory_between_updates_says_so() {
 
 #[test]
 fn updates_in_the_backward_of_several_devices_or_replicas_are_refused() {
-    let _turn = alone();
     let device = || DeviceSpec::cpu().threads(1);
     let two = || offloaded(mlp(), Offload::Host).devices([device(), device()]);
     let schedule = Schedule::BreadthFirst { stages_per_device: 2 };
@@ -843,7 +731,6 @@ fn updates_in_the_backward_of_several_devices_or_replicas_are_refused() {
 /// The norm would cover only the stages on the device.
 #[test]
 fn what_was_updated_already_cannot_be_clipped() {
-    let _turn = alone();
     let mixed = vec![Location::Host, Location::Host, Location::Host, Location::Device];
     let (mut pipe, mut optimizer, _) = updating_in_backward(offloaded(mlp(), mixed.into()));
     let (x, y) = batch();
@@ -861,7 +748,6 @@ fn three_offloaded() -> Builder {
 
 #[test]
 fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
-    let _turn = alone();
     tch::manual_seed(3);
     let mut pipe = three_offloaded().build().expect("a pipeline");
     let list = "0F0,1F0,2F0,0F1,1F1,2F1,2B0,1B0,0B0,2B1,1B1,0B1";
@@ -883,33 +769,6 @@ fn actions_whose_graphs_would_outlive_their_weights_are_refused() {
     plain.backward(&x, &x, move |out: Tensor, _: &Tensor| mean(out)).expect("a step");
     let gradients = plain.gradients().expect("gradients");
     assert_close(&pipe.gradients().expect("gradients"), &gradients, "computed again");
-}
-
-/// Lists are checked when they are made, for their number of micro-batches.
-#[test]
-fn every_schedule_offloaded_is_right_or_refused() {
-    let _turn = alone();
-    let (x, y) = batch();
-    for schedule in Schedule::all(3) {
-        for micro_batches in [1, 3, 6] {
-            let what = format!("{schedule}, {micro_batches}");
-            let [host, device] = [Offload::Host, Offload::Device].map(|location| {
-                tch::manual_seed(3);
-                let builder = builder(mlp(), 2).schedule(schedule).offload(location);
-                let mut pipe = builder.micro_batches(MicroBatches::Count(micro_batches)).build()?;
-                // Fewer micro-batches than the pipeline was built for.
-                pipe.backward(&x.slice(0, 0, 2, 1), &y.slice(0, 0, 2, 1), MLP.loss)?;
-                pipe.backward(&x, &y, MLP.loss)?;
-                pipe.gradients()
-            });
-            match host {
-                Ok(host) => assert_close(&host, &device.expect("gradients"), &what),
-                Err(error) => {
-                    assert!(error.to_string().contains("has 2 buffers"), "{what}: {error}")
-                }
-            }
-        }
-    }
 }
 
 /// Returns the timelines of three steps with an optimizer and timed transfers.
@@ -963,7 +822,6 @@ fn sorted(transfers: impl Iterator<Item = Transfer>) -> Vec<Transfer> {
 
 #[test]
 fn every_transfer_of_a_step_is_timed_once_and_in_its_order() {
-    let _turn = alone();
     for (step, timeline) in timed(&MLP).into_iter().enumerate() {
         let reported = || host_link(&timeline).transfers.iter().map(|span| span.transfer);
         let is_state = |one: &Transfer| {
@@ -1006,7 +864,6 @@ fn every_transfer_of_a_step_is_timed_once_and_in_its_order() {
 
 #[test]
 fn what_skips_bring_crosses_as_what_it_is_a_part_of() {
-    let _turn = alone();
     for (step, timeline) in timed(&U_NET).into_iter().enumerate() {
         let name = |one: Transfer| (one.kind, one.stage, one.micro_batch);
         let reported: BTreeSet<_> =
@@ -1034,7 +891,6 @@ fn end(
 
 #[test]
 fn no_transfer_begins_before_what_it_needs_and_no_action_before_its_transfers() {
-    let _turn = alone();
     // An accelerator's event times are rounded.
     let slack = if test_device() == Device::Cpu { 0.0 } else { 1e-5 };
     for (step, timeline) in timed(&MLP).into_iter().enumerate() {
@@ -1079,7 +935,6 @@ fn no_transfer_begins_before_what_it_needs_and_no_action_before_its_transfers() 
 
 #[test]
 fn compute_waits_between_its_actions_and_says_for_what() {
-    let _turn = alone();
     for timeline in timed(&MLP) {
         let (spans, waits) = (&timeline.spans[0], &host_link(&timeline).waits);
         for wait in waits {
@@ -1101,7 +956,6 @@ fn compute_waits_between_its_actions_and_says_for_what() {
 
 #[test]
 fn nothing_is_timed_unless_somebody_asks() {
-    let _turn = alone();
     let (x, y) = batch();
     let [mut device, mut host] = both(mlp);
     let host_links = |pipe: &mut Pipeline| {

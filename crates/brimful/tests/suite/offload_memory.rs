@@ -10,7 +10,7 @@ use brimful::plan::{PlanDevice, PlanRow, Request, plan};
 use brimful::schedule::{Location, Recompute, Schedule};
 use brimful::{DeviceSpec, Layers, Loss, Pipeline};
 
-use crate::support::{Update, alone, transformer};
+use crate::support::{Update, transformer};
 use brimful_plan::plan::PlannedStage;
 use brimful_plan::schedule::HostLinkCost;
 use tch::{Device, Kind, Tensor, nn};
@@ -190,7 +190,6 @@ fn assert_planned(taken: u64, row: &PlanRow, what: &str) {
 
 #[test]
 fn a_step_takes_what_was_planned() {
-    let _turn = alone();
     for (case, kind) in [MLP, GPT, CONVOLUTIONS]
         .iter()
         .flat_map(|case| [Kind::Float, Kind::BFloat16].map(|kind| (case, kind)))
@@ -221,7 +220,6 @@ fn a_step_takes_what_was_planned() {
 /// As many stages stay on the device as the best choice leaves there in real steps.
 #[test]
 fn as_many_stages_stay_as_real_steps_have_memory_for() {
-    let _turn = alone();
     let (kind, m) = (Kind::Float, 4);
     // So few samples that activations between stages are negligible beside the weights.
     let case = Case { samples: 2, ..MLP };

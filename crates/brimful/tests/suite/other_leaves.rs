@@ -1,11 +1,9 @@
 //! Leaves besides the model's parameters (a batch that requires a gradient, another store's variables) get the
 //! full batch's gradient on one device, atomically; elsewhere they are refused.
-//!
-//! One test at a time: the models' initial parameters come from one generator.
 
-use crate::support::pipeline_cases::builder;
+use crate::support::pipeline_cases::{builder, piped};
 use crate::support::{
-    Named, alone, assert_all_close, assert_close, assert_same, clear, micro_batcher, numbers_there,
+    Named, assert_all_close, assert_close, assert_same, clear, micro_batcher, numbers_there,
     test_device,
 };
 use brimful::memory::{Arena, Memory};
@@ -87,7 +85,6 @@ const SIZES: [MicroBatches; 4] = [
 
 #[test]
 fn they_get_the_full_batchs_gradient() {
-    let _alone = alone();
     let plain = Case::new();
     plain.full();
     for size in SIZES {
@@ -100,7 +97,6 @@ fn they_get_the_full_batchs_gradient() {
 
 #[test]
 fn mini_batches_of_a_window_each_have_their_own() {
-    let _alone = alone();
     let plain = Case::new();
     plain.full();
     let case = Case::new();
@@ -121,7 +117,6 @@ fn mini_batches_of_a_window_each_have_their_own() {
 
 #[test]
 fn a_loss_on_all_outputs_reaches_them_too() {
-    let _alone = alone();
     let loss = |out: &Tensor, factor: &Tensor| {
         (out.matmul(&out.tr()) * factor.sum(Kind::Double)).tanh().sum(Kind::Double)
     };
@@ -138,7 +133,6 @@ fn a_loss_on_all_outputs_reaches_them_too() {
 
 #[test]
 fn variables_that_the_closure_makes_count_from_its_first_micro_batch_on() {
-    let _alone = alone();
     for size in SIZES {
         let case = Case::new();
         let mut made: Option<nn::Linear> = None;
@@ -161,7 +155,6 @@ fn variables_that_the_closure_makes_count_from_its_first_micro_batch_on() {
 
 #[test]
 fn the_n_th_allocation_fails_for_every_n() {
-    let _alone = alone();
     let arena = Arena::new("faulty");
     for n in 1.. {
         // The first step of each case: it allocates what later steps reuse.
@@ -184,7 +177,6 @@ fn the_n_th_allocation_fails_for_every_n() {
 /// bf16 has 8 bits: 256 + 1 rounds to 256.
 #[test]
 fn half_precision_beside_a_wide_model_is_summed_in_f32() {
-    let _alone = alone();
     let case = Case::new();
     let half = numbers_there(&[1], 1).to_kind(Kind::BFloat16).set_requires_grad(true);
     let x = numbers_there(&[300, 4], 3);
@@ -208,7 +200,6 @@ fn half_precision_beside_a_wide_model_is_summed_in_f32() {
 
 #[test]
 fn replicas_refuse_them_before_anything_has_changed() {
-    let _alone = alone();
     let build = |root: &nn::Path| nn::linear(root, 4, 3, Default::default());
     let mut replicas = Replicas::new([test_device()], MicroBatches::Samples(3), build)
         .expect("one replica is enough");
@@ -229,7 +220,6 @@ fn replicas_refuse_them_before_anything_has_changed() {
 
 #[test]
 fn a_pipeline_refuses_them_before_anything_has_changed() {
-    let _alone = alone();
     let layers = Layers::new()
         .add("one", |p| nn::linear(p, 4, 4, Default::default()))
         .add("two", |p| nn::linear(p, 4, 3, Default::default()));
@@ -256,10 +246,8 @@ fn a_pipeline_refuses_them_before_anything_has_changed() {
 
 #[test]
 fn a_loss_on_all_outputs_of_a_pipeline_refuses_leaves_of_its_own() {
-    let _alone = alone();
     let layers = Layers::new().add("one", |p| nn::linear(p, 4, 3, Default::default()));
-    let mut pipe =
-        builder(layers, 1).micro_batches(MicroBatches::Count(3)).build().expect("a pipeline");
+    let mut pipe = piped(layers, 1, 3);
     let x = Case::new().x.detach();
     let scale = numbers_there(&[3], 2).set_requires_grad(true);
     refused(pipe.backward_whole(&x, |out| (&**out * &scale).square().sum(Kind::Double)), &[3]);

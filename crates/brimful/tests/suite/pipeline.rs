@@ -6,17 +6,15 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex};
 
 use crate::support::pipeline_cases::{
-    CASES, Case, Cut, GPT, INTERLEAVED, MLP, Plain, PlainRun, U_NET, builder, built, compare_whole,
-    descend, eval, mlp,
+    CASES, CNN, GPT, INTERLEAVED, MLP, Plain, U_NET, builder, built, eval, mlp, piped,
 };
 use crate::support::{
-    Named, Update, alone, assert_all_close, assert_close, assert_fails, assert_same, copies,
-    numbers_there, test_device,
+    Named, Update, assert_all_close, assert_close, assert_fails, assert_same, copies, test_device,
 };
 use brimful::batch::BatchError;
 use brimful::memory::Arena;
 use brimful::optim::OptimError;
-use brimful::optim::{Adam, Method, Optimizer, Sgd};
+use brimful::optim::{Adam, Ema, Method, Optimizer, Sgd};
 use brimful::pipeline::{BalanceBy, Builder, Offload, PipelineError};
 use brimful::save::{self, Metadata};
 use brimful::schedule::{Costs, Recompute, Schedule, simulate};
@@ -29,41 +27,43 @@ use tch::{Device, Kind, Tensor};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
-/// Four offloaded stages.
-fn on_host(layers: Layers) -> Builder {
-    let schedule = Schedule::BreadthFirst { stages_per_device: 4 };
-    builder(layers, 1).schedule(schedule).offload(Offload::Host)
-}
-
 fn mse(out: Tensor, y: &Tensor) -> Loss {
     Loss::mean(out.mse_loss(y, tch::Reduction::Mean))
 }
 
+/// If the tested device is not a CPU, every boundary and skip crosses devices here.
 #[test]
-fn any_loss_on_the_outputs_of_the_whole_mini_batch() {
-    let _turn = alone();
-    for case in &CASES {
-        for schedule in [Schedule::GPipe, Schedule::OneFOneB, INTERLEAVED] {
-            for recompute in Recompute::ALL {
-                let what = format!("{}, {schedule}, {recompute}", case.name);
-                let builder = builder((case.layers)(), 3).schedule(schedule).recompute(recompute);
-                let cut = Cut { samples: 7, replicas: 1, micro_batches: 4 };
-                compare_whole(case, builder, cut, &what);
-            }
+fn a_mix_of_devices() {
+    for (case, recompute) in
+        [&MLP, &CNN, &U_NET].into_iter().flat_map(|case| Recompute::ALL.map(|r| (case, r)))
+    {
+        let what = format!("{}, {recompute}, a mix", case.name);
+        let devices = [test_device(), Device::Cpu, test_device(), Device::Cpu];
+        let devices = devices.map(|device| DeviceSpec::from(device).threads(1));
+        let size = MicroBatches::Count(4);
+        let builder = builder((case.layers)(), 0).devices(devices).recompute(recompute);
+        let mut pipe = built(builder.micro_batches(size), &what);
+        let mut plain = Plain::of(&(case.layers)(), &pipe);
+        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
+        for number in 0..3 {
+            let (x, y) = case.data(9, number);
+            let step = pipe.backward(&x, &y, case.loss).expect(&what);
+            let expected = plain.backward(case, &x, &y, size, step.seed);
+            assert!((step.loss - expected).abs() < 1e-10, "{what}: {} not {expected}", step.loss);
+            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
+            optimizer.update();
+            plain.optimizer.update();
+            assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
         }
-        for samples in [7, 1] {
-            let what = format!("{}, {samples} samples in two pipelines", case.name);
-            let cut = Cut { samples, replicas: 2, micro_batches: 2 };
-            compare_whole(case, builder((case.layers)(), 4), cut, &what);
-        }
+        let (x, _) = case.data(9, 3);
+        let out = eval(&mut pipe, &x, MicroBatches::Count(5)).expect("an evaluation");
+        assert_all_close(&out, &plain.answer(&x), &what);
     }
 }
 
 #[test]
 fn what_a_step_could_not_give_back_is_refused() {
-    let _turn = alone();
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let x = Tensor::ones([4, 4], DOUBLE).set_requires_grad(true);
     let refused = PipelineError::InputGradient { leaf: 0 };
     assert_eq!(pipe.backward(&x, &x, mse).expect_err("traced"), refused.clone().into());
@@ -75,12 +75,46 @@ fn what_a_step_could_not_give_back_is_refused() {
     assert_eq!(error, PipelineError::AutomaticForward.into());
 }
 
+#[test]
+fn what_has_no_place_in_a_window_is_refused() {
+    tch::manual_seed(24);
+    let mut pipe = piped(mlp(), 3, 2);
+    let plain = Plain::of(&mlp(), &pipe);
+    assert_eq!(pipe.commit().expect_err("nothing"), Error::Step(StepError::NothingAccumulated));
+    let (x, y) = ((MLP.input)(6), (MLP.target)(6));
+    pipe.accumulate(&x, &y, MLP.loss).expect("a mini-batch");
+
+    // A whole step, in any of its forms.
+    let open = Error::Step(StepError::WindowOpen { samples: 6 });
+    assert_eq!(pipe.backward(&x, &y, MLP.loss).expect_err("a window is open"), open);
+    let error = pipe.backward_whole(&x, |out| out.sum(Kind::Double)).expect_err("open");
+    assert_eq!(error, open);
+    assert_eq!(pipe.forward(&x).expect_err("a window is open"), open);
+
+    // Different trained parameters than those of the sums.
+    pipe.freeze(|name| name.starts_with("fc2")).expect("frozen");
+    pipe.accumulate(&x, &y, MLP.loss).expect_err("others are trained now");
+    pipe.commit().expect_err("others are trained now");
+    assert!(pipe.gradients().expect("gradients").is_empty());
+    pipe.unfreeze(|_| true).expect("trained again");
+
+    // An evaluation is not part of the window.
+    let evaluated = pipe.evaluate(&x, &y, MLP.loss).expect("an evaluation").loss;
+    let step = pipe.commit().expect("what was accumulated");
+    let expected = plain.backward(&MLP, &x, &y, MicroBatches::Count(1), None);
+    assert!((step.loss - expected).abs() < 1e-10 && (evaluated - expected).abs() < 1e-10);
+    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "after all");
+    assert_eq!(
+        pipe.commit().expect_err("nothing any more"),
+        Error::Step(StepError::NothingAccumulated)
+    );
+    assert_eq!(pipe.output_device(), test_device());
+}
+
 /// A failing loss fails the step.
 #[test]
 fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
-    let _turn = alone();
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let x = (MLP.input)(6);
     let sum = |out: &brimful::pipeline::Outputs| out.sum(Kind::Double);
     pipe.backward_whole(&x, sum).expect("a step");
@@ -114,9 +148,7 @@ fn a_loss_on_all_outputs_that_fails_leaves_nothing() {
 
 #[test]
 fn outputs_without_a_gradient_or_of_an_earlier_forward_are_refused() {
-    let _turn = alone();
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let x = Tensor::ones([4, 4], DOUBLE);
     let out = pipe.forward(&x).expect("a forward");
     let error = pipe.backward_from(out).expect_err("no gradient");
@@ -170,7 +202,6 @@ fn of_closure(error: Error) -> Error {
 
 #[test]
 fn several_tensors_flow_through_stages() {
-    let _turn = alone();
     tch::manual_seed(2);
     let batch = Pair {
         left: Tensor::randn([7, 3], DOUBLE),
@@ -224,7 +255,6 @@ fn several_tensors_flow_through_stages() {
 
 #[test]
 fn layers_can_tell_a_recompute() {
-    let _turn = alone();
     static SEEN: Mutex<Vec<(usize, bool)>> = Mutex::new(Vec::new());
     let seen = |stage: usize| {
         move |x: &Tensor| {
@@ -266,66 +296,15 @@ fn layers_can_tell_a_recompute() {
 }
 
 #[test]
-fn frozen_layers_get_no_gradient_and_stay() {
-    let _turn = alone();
-    let on_devices = Recompute::ALL.map(|recompute| builder(mlp(), 3).recompute(recompute));
-    let others = [on_host(mlp()), builder(mlp(), 4).replicas(2)];
-    for builder in on_devices.into_iter().chain(others) {
-        let mut pipe = built(builder.micro_batches(MicroBatches::Count(2)), "frozen");
-        let plain = Plain::of(&mlp(), &pipe);
-        let mut optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
-        let before = copies(&pipe.variables().expect("variables"));
-        let layers = ["fc1", "fc3", "fc4.bias"];
-        let frozen = |name: &str| layers.iter().any(|layer| name.starts_with(layer));
-        pipe.freeze(frozen).expect("frozen");
-        let (x, y) = ((MLP.input)(6), (MLP.target)(6));
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        plain.backward(&MLP, &x, &y, MicroBatches::Count(1), None);
-        let mut expected = plain.gradients();
-        expected.retain(|(name, _)| !frozen(name));
-        assert_eq!(expected.len(), 5);
-        assert_close(&pipe.gradients().expect("gradients"), &expected, "frozen");
-        optimizer.step().expect("a step");
-        for ((name, before), (_, after)) in before.iter().zip(pipe.variables().expect("variables"))
-        {
-            assert_eq!(before == &after, frozen(name), "{name}");
-        }
-        pipe.unfreeze(|_| true).expect("all");
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        assert_eq!(pipe.gradients().expect("gradients").len(), 10);
-        assert_fails(pipe.freeze(|name| name == "nobody"), &["the first of 10 is 'fc1.bias'"]);
-    }
-}
-
-#[test]
-fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
-    let _turn = alone();
+fn what_replaces_or_thaws_a_shared_variable_counts_for_its_copies() {
     tch::manual_seed(6);
-    let mut pipe = builder((GPT.layers)(), 3)
-        .micro_batches(MicroBatches::Count(2))
-        .build()
-        .expect("a pipeline");
+    let mut pipe = piped((GPT.layers)(), 3, 2);
     let plain = Plain::of(&(GPT.layers)(), &pipe);
     let close = |pipe: &mut Pipeline, what: &str| {
         let x = (GPT.input)(5);
         let out = eval(pipe, &x, MicroBatches::Count(2)).expect("an evaluation");
         assert_all_close(&out, &plain.answer(&x), what);
     };
-    // A user-defined optimizer.
-    for number in 0..3 {
-        let what = format!("step {number}");
-        let (x, y) = ((GPT.input)(6), (GPT.target)(6));
-        let step = pipe.backward(&x, &y, GPT.loss).expect("a step");
-        plain.backward(&GPT, &x, &y, MicroBatches::Count(2), step.seed);
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        descend(pipe.variables().expect("variables"));
-        descend(plain.values());
-        pipe.zero_grad().expect("cleared");
-        plain.values().iter().for_each(|(_, value)| value.shallow_clone().zero_grad());
-        if number == 1 {
-            close(&mut pipe, &what);
-        }
-    }
     // Replaces the value by another.
     let table = |values: Named| {
         let found = values.into_iter().find(|(name, _)| name == "wte.weight");
@@ -347,7 +326,6 @@ fn what_is_done_to_a_shared_variable_is_done_to_its_copies() {
 
 #[test]
 fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
-    let _turn = alone();
     tch::manual_seed(5);
     let folder = tempfile::tempdir().expect("a folder");
     let [model, state] =
@@ -357,12 +335,7 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
             let (x, y) = case.data(6, number);
             pipe.backward(&x, &y, case.loss).expect("a step")
         };
-        let build = |devices| {
-            builder((case.layers)(), devices)
-                .micro_batches(MicroBatches::Count(3))
-                .build()
-                .expect("a pipeline")
-        };
+        let build = |devices| piped((case.layers)(), devices, 3);
         let mut first = build(3);
         let mut optimizer = first.optimizer(Adam::new(0.01)).expect("an optimizer");
         train(&mut first, 0);
@@ -394,7 +367,6 @@ fn a_saved_model_loads_into_any_balance_and_the_plain_model() {
 
 #[test]
 fn what_does_not_fit_is_not_loaded() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
     let before = copies(&pipe.variables().expect("variables"));
     let other = builder((U_NET.layers)(), 1).build().expect("a pipeline");
@@ -424,70 +396,71 @@ fn what_does_not_fit_is_not_loaded() {
     assert_eq!(optimizer.learning_rate(), 0.1);
 }
 
-/// When one worker's memory runs out, a worker that has already loaded has no memory to restore its old values.
-#[test]
-fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
-    let _turn = alone();
-    let arenas = ["first", "second"].map(Arena::new);
+/// Pipeline of two workers with a memory each.
+fn between(arenas: &[Arena; 2]) -> Pipeline {
     let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
     let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
-    let mut pipe = builder.micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
-    let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
-    let (x, y) = MLP.data(6, 0);
-    let mut train = |optimizer: &mut Optimizer| {
-        pipe.backward(&x, &y, MLP.loss).expect("a step");
-        optimizer.update();
-        let (tensors, metadata) = optimizer.state().expect("a state");
-        (copies(&tensors), metadata)
-    };
-    let (saved, texts) = train(&mut optimizer);
-    let before = train(&mut optimizer).0;
-    let [first, second] = &arenas;
-    let asked = first.allocations();
-    optimizer.load_state(&before, &texts).expect("loaded");
-    for n in 1..=first.allocations() - asked + 1 {
-        first.fail_from_nth_allocation(n);
-        second.fail_from_nth_allocation(1);
-        let failed = optimizer.load_state(&saved, &texts);
-        [first, second].iter().for_each(|arena| arena.fail_nth_allocation(0));
-        assert!(failed.expect_err("no memory").out_of_memory().is_some());
-        assert_same("as before", &optimizer.state().expect("a state").0, &before);
-    }
-    optimizer.load_state(&saved, &texts).expect("loaded");
-    assert_same("loaded", &optimizer.state().expect("a state").0, &saved);
+    builder.micro_batches(MicroBatches::Count(2)).build().expect("a pipeline")
 }
 
-#[test]
-fn averages_that_one_worker_has_no_memory_for_are_loaded_by_none() {
-    let _turn = alone();
-    let arenas = ["first", "second"].map(Arena::new);
-    let devices = arenas.each_ref().map(|arena| DeviceSpec::from(arena.clone()).threads(1));
-    let builder = Pipeline::builder(mlp()).devices(devices).kind(Kind::Double);
-    let mut pipe = builder.build().expect("a pipeline");
-    let mut ema = pipe.ema(0.5).expect("averages");
-    let (tensors, texts) = ema.state().expect("a state");
-    let before = copies(&tensors);
-    let saved: Vec<_> = tensors.iter().map(|(name, t)| (name.clone(), t + 1.0)).collect();
-    let [first, second] = &arenas;
+/// Checks that a state is loaded by both workers or by none. When one worker's memory runs out, a worker that has
+/// already loaded has no memory to restore its old values.
+fn loaded_by_all_or_none<T>(
+    [first, second]: &[Arena; 2],
+    part: &mut T,
+    (before, saved): (&Named, &Named),
+    state: impl Fn(&T) -> Named,
+    load: impl Fn(&mut T, &Named) -> brimful::Result<()>,
+) {
     let asked = first.allocations();
-    ema.load_state(&before, &texts).expect("loaded");
+    load(part, before).expect("loaded");
     let needed = first.allocations() - asked;
     assert!(needed > 0, "read into memory of its own");
     for n in 1..=needed + 1 {
         first.fail_from_nth_allocation(n);
         second.fail_from_nth_allocation(1);
-        let failed = ema.load_state(&saved, &texts);
+        let failed = load(part, saved);
         [first, second].iter().for_each(|arena| arena.fail_nth_allocation(0));
         assert!(failed.expect_err("no memory").out_of_memory().is_some());
-        assert_same("as before", &ema.state().expect("a state").0, &before);
+        assert_same("as before", &state(part), before);
     }
-    ema.load_state(&saved, &texts).expect("loaded");
-    assert_same("loaded", &ema.state().expect("a state").0, &saved);
+    load(part, saved).expect("loaded");
+    assert_same("loaded", &state(part), saved);
+}
+
+#[test]
+fn a_state_that_one_worker_has_no_memory_for_is_loaded_by_none() {
+    let arenas = ["first", "second"].map(Arena::new);
+    let mut pipe = between(&arenas);
+    let mut optimizer = pipe.optimizer(Adam::new(0.1)).expect("an optimizer");
+    let (x, y) = MLP.data(6, 0);
+    let mut train = || {
+        pipe.backward(&x, &y, MLP.loss).expect("a step");
+        optimizer.update();
+        let (tensors, texts) = optimizer.state().expect("a state");
+        (copies(&tensors), texts)
+    };
+    let ((saved, texts), (before, _)) = (train(), train());
+    let state = |optimizer: &Optimizer| optimizer.state().expect("a state").0;
+    let load = |optimizer: &mut Optimizer, all: &Named| optimizer.load_state(all, &texts);
+    loaded_by_all_or_none(&arenas, &mut optimizer, (&before, &saved), state, load);
+}
+
+#[test]
+fn averages_that_one_worker_has_no_memory_for_are_loaded_by_none() {
+    let arenas = ["first", "second"].map(Arena::new);
+    let mut pipe = between(&arenas);
+    let mut ema = pipe.ema(0.5).expect("averages");
+    let (tensors, texts) = ema.state().expect("a state");
+    let before = copies(&tensors);
+    let saved: Named = tensors.iter().map(|(name, t)| (name.clone(), t + 1.0)).collect();
+    let state = |ema: &Ema| ema.state().expect("a state").0;
+    let load = |ema: &mut Ema, all: &Named| ema.load_state(all, &texts);
+    loaded_by_all_or_none(&arenas, &mut ema, (&before, &saved), state, load);
 }
 
 #[test]
 fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
     let mut values = pipe.variables().expect("variables");
     for (_, value) in &mut values {
@@ -509,13 +482,9 @@ fn a_pipeline_and_a_store_pass_over_what_is_saved_beside_the_model() {
 
 #[test]
 fn clipping_groups_and_rates_are_those_of_one_optimizer() {
-    let _turn = alone();
     tch::manual_seed(8);
     // With this many stages, some have no parameter.
-    let mut pipe = builder((GPT.layers)(), 8)
-        .micro_batches(MicroBatches::Count(2))
-        .build()
-        .expect("a pipeline");
+    let mut pipe = piped((GPT.layers)(), 8, 2);
     let mut plain = Plain::of(&(GPT.layers)(), &pipe);
     let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
     let bias = |name: &str| name.ends_with("bias");
@@ -556,7 +525,6 @@ fn clipping_groups_and_rates_are_those_of_one_optimizer() {
 /// A name is taken wherever its members are, and a group is created on all devices or on none.
 #[test]
 fn a_group_that_cannot_be_is_made_nowhere() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 2).build().expect("a pipeline");
     let (names, split) = (pipe.variables().expect("variables"), pipe.balance().sizes()[0]);
     let layers: Vec<String> = pipe.names().map(str::to_owned).collect();
@@ -577,9 +545,7 @@ fn a_group_that_cannot_be_is_made_nowhere() {
 
 #[test]
 fn every_action_is_reported_with_its_time() {
-    let _turn = alone();
-    let mut pipe =
-        builder(mlp(), 3).micro_batches(MicroBatches::Count(5)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 3, 5);
     let (x, y) = ((MLP.input)(10), (MLP.target)(10));
     let step = pipe.backward(&x, &y, MLP.loss).expect("a step");
     let timeline = step.timeline.expect("a pipeline's");
@@ -598,7 +564,6 @@ fn every_action_is_reported_with_its_time() {
 
 #[test]
 fn a_balance_is_found_by_measuring() {
-    let _turn = alone();
     let sample = (MLP.input)(4);
     for balance in [BalanceBy::by_time(&sample), BalanceBy::by_bytes(&sample)] {
         let mut pipe = builder(mlp(), 3)
@@ -619,7 +584,6 @@ fn a_balance_is_found_by_measuring() {
 /// The tokens of the input do not reveal the dtype.
 #[test]
 fn layers_are_measured_in_the_kind_that_they_are_trained_in() {
-    let _turn = alone();
     let seen = Arc::new(Mutex::new(BTreeSet::new()));
     let watch = Arc::clone(&seen);
     let layers = Layers::new()
@@ -660,7 +624,6 @@ fn by_bytes(layers: Layers, kind: Kind, method: Option<Method>) -> Vec<usize> {
 /// state added.
 #[test]
 fn a_balance_by_bytes_counts_the_optimizer() {
-    let _turn = alone();
     let found = |method| by_bytes(wide(2000), Kind::Float, method);
     assert_eq!(found(None), [1, 2]);
     assert_eq!(found(Some(Sgd::new(0.1).into())), [1, 2]);
@@ -670,7 +633,6 @@ fn a_balance_by_bytes_counts_the_optimizer() {
 /// With bf16, gradient sums and the parameters that SGD updates take twice as much.
 #[test]
 fn a_balance_by_bytes_counts_what_half_precision_keeps_in_f32() {
-    let _turn = alone();
     let [float, half] = [Kind::Float, Kind::BFloat16];
     assert_eq!([float, half].map(|kind| by_bytes(wide(1600), kind, None)), [[1, 2], [2, 1]]);
     let sgd = || Some(Sgd::new(0.1).into());
@@ -680,7 +642,6 @@ fn a_balance_by_bytes_counts_what_half_precision_keeps_in_f32() {
 
 #[test]
 fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
-    let _turn = alone();
     let mut pipe = builder(mlp(), 6)
         .balance([5, 3])
         .micro_batches(MicroBatches::Count(8))
@@ -694,7 +655,6 @@ fn fewer_samples_than_micro_batches_and_more_devices_than_stages_are_fine() {
 
 #[test]
 fn what_cannot_be_built_is_refused_with_numbers() {
-    let _turn = alone();
     let error = |builder: Builder| builder.build().expect_err("something is wrong").to_string();
     let cpus = |n| (0..n).map(|_| DeviceSpec::cpu());
     let base = || Pipeline::builder(mlp()).devices(cpus(2));
@@ -745,7 +705,6 @@ fn what_cannot_be_built_is_refused_with_numbers() {
 
 #[test]
 fn devices_that_cannot_be_dealt_out_are_refused() {
-    let _turn = alone();
     for (devices, replicas) in [(3, 2), (2, 0), (2, 4)] {
         let error = builder(mlp(), devices).replicas(replicas).build().expect_err("uneven");
         assert_eq!(error, PipelineError::UnevenReplicas { devices, replicas }.into());
@@ -758,9 +717,7 @@ fn devices_that_cannot_be_dealt_out_are_refused() {
 
 #[test]
 fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
-    let _turn = alone();
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let error = pipe.backward(&(MLP.input)(4), &(MLP.target)(5), MLP.loss).expect_err("4 and 5");
     assert_eq!(error, Error::Batch(BatchError::LeafLengthsDiffer { lengths: vec![4, 5] }));
     // A loss without targets passes none.
@@ -774,37 +731,12 @@ fn inputs_that_do_not_match_are_refused_and_nothing_is_lost() {
     let wide = Tensor::zeros([4, 9], DOUBLE);
     let failed = pipe.backward(&wide, &(MLP.target)(4), MLP.loss);
     assert_fails(failed, &["micro-batch 0, in layer 'fc1'"]);
+    assert_fails(pipe.freeze(|name| name == "nobody"), &["the first of 10 is 'fc1.bias'"]);
     pipe.backward(&(MLP.input)(4), &(MLP.target)(4), MLP.loss).expect("a step");
-}
-
-/// 65,536 overflows f16, but no gradient is that large.
-#[test]
-fn a_weight_beyond_f16_leaves_a_gradient_in_f16() {
-    let _turn = alone();
-    let scale = |p: &nn::Path| {
-        let weight = p.ones("weight", &[]);
-        nn::func(move |x| x * &weight)
-    };
-    let layers = Layers::new().add("one", scale).add("two", scale);
-    let mut pipe = builder(layers, 2)
-        .kind(Kind::Half)
-        .micro_batches(MicroBatches::Count(2))
-        .build()
-        .expect("built");
-    let x = Tensor::full([64], 0.5, (Kind::Half, Device::Cpu));
-    let tokens = Tensor::full([64], 2048, (Kind::Int64, Device::Cpu));
-    let step = pipe.backward(&x, &tokens, |out: Tensor, tokens| {
-        Loss::mean_over(out.mean(Kind::Half), tokens.sum(Kind::Int64))
-    });
-    assert_eq!(step.expect("a step").loss, 0.5);
-    for (name, gradient) in pipe.gradients().expect("gradients") {
-        assert_eq!(gradient.double_value(&[]), 0.5, "{name}");
-    }
 }
 
 #[test]
 fn gradients_that_are_not_finite_are_refused_on_request() {
-    let _turn = alone();
     // The root of 0 has an infinite slope: the loss is finite, its gradient is not.
     let layers = || {
         Layers::new()
@@ -814,8 +746,7 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
     };
     let x = Tensor::ones([4, 2], DOUBLE);
     let sum = |out: Tensor, _: &Tensor| Loss::mean(out.sum(Kind::Double));
-    let mut pipe =
-        builder(layers(), 3).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(layers(), 3, 2);
     pipe.backward(&x, &x, sum).expect("nobody looks");
     let strict = builder(layers(), 3)
         .micro_batches(MicroBatches::Count(2))
@@ -830,7 +761,6 @@ fn gradients_that_are_not_finite_are_refused_on_request() {
 /// finite.
 #[test]
 fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
-    let _turn = alone();
     let weight = |p: &nn::Path| {
         let weight = p.get("weight").unwrap_or_else(|| p.ones("weight", &[1]));
         nn::func(move |x| x * &weight)
@@ -862,7 +792,6 @@ fn gradients_that_are_not_finite_as_they_are_committed_are_refused() {
 /// if the step fails.
 #[test]
 fn foreign_batch_norm_moves_once_a_micro_batch() {
-    let _turn = alone();
     tch::manual_seed(13);
     let layers = || {
         Layers::new()
@@ -901,43 +830,6 @@ fn foreign_batch_norm_moves_once_a_micro_batch() {
     }
 }
 
-/// A case that torchgpipe does not detect: recomputation of a stage from an input that it has changed.
-#[test]
-fn changes_in_place_are_right_or_refused() {
-    let _turn = alone();
-    tch::manual_seed(14);
-    let inside = || {
-        Layers::new()
-            .add("fc1", |p| nn::linear(p, 3, 3, Default::default()))
-            .add_fn("tanh", |x| x.shallow_clone().tanh_())
-            .add("fc2", |p| nn::linear(p, 3, 3, Default::default()))
-    };
-    // On the first stage's device, which gets the caller's tensor itself, not a copy.
-    let x = Tensor::randn([6, 3], DOUBLE).to_device(test_device());
-    for recompute in Recompute::ALL {
-        let build = |layers, sizes: [usize; 2]| {
-            let builder = builder(layers, 2).balance(sizes).micro_batches(MicroBatches::Count(3));
-            builder.recompute(recompute).build().expect("a pipeline")
-        };
-        // In the middle of a stage a change affects no other stage.
-        let mut pipe = build(inside(), [2, 1]);
-        let plain = Plain::of(&inside(), &pipe);
-        pipe.backward(&x, &x, mse).expect("a step");
-        plain.model.forward_t(&x, true).mse_loss(&x, tch::Reduction::Mean).backward();
-        assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), "inside");
-        // At the beginning of a stage it changes what another stage, or the caller, still needs.
-        let first = Layers::new().add_fn("add", |x| x.shallow_clone().g_add_scalar_(1.0));
-        let mut of_input = build(first.add_layers("rest", inside()), [3, 1]);
-        let mut of_boundary = build(inside(), [1, 2]);
-        for (pipe, x) in [(&mut of_input, x.copy()), (&mut of_boundary, x.shallow_clone())] {
-            let error = pipe.backward(&x, &x, mse).expect_err("changed in place").to_string();
-            // The error is ours and reports the location and a remedy.
-            let is_ours = error.starts_with("stage ") && error.contains(" in place");
-            assert!(is_ours, "{recompute}: {error}");
-        }
-    }
-}
-
 #[test]
 fn a_skip_may_be_of_nothing() {
     let layers = Layers::new()
@@ -953,7 +845,6 @@ fn a_skip_may_be_of_nothing() {
             assert!(nothing.is_empty());
             x.iter().map(Tensor::shallow_clone).collect()
         });
-    let _turn = alone();
     let mut pipe = builder(layers, 3).balance([4, 1, 1]).build().expect("a pipeline");
     let x = Tensor::ones([1, 2], DOUBLE);
     pipe.backward(&x, &x, mse).expect("a step");
@@ -962,43 +853,7 @@ fn a_skip_may_be_of_nothing() {
 }
 
 #[test]
-fn stages_without_parameters_are_fine() {
-    let _turn = alone();
-    let layers = || {
-        Layers::new()
-            .add_fn("double", |x| x * 2.0)
-            .add("fc1", |p| nn::linear(p, 4, 4, Default::default()))
-            .add_fn("tanh", |x| x.tanh())
-            .add("fc2", |p| nn::linear(p, 4, 3, Default::default()))
-            .add_fn("last", |x| x.shallow_clone())
-    };
-    let case = Case { layers, ..MLP };
-    let references = PlainRun::of_cuts(&case, 1, &[(7, 3)]);
-    for recompute in Recompute::ALL {
-        let what = format!("without parameters, {recompute}");
-        let mut pipe = built(builder(layers(), 5).recompute(recompute), &what);
-        references[0].compare(&mut pipe, &what);
-
-        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-        let mut plain = Plain::of(&layers(), &pipe);
-        let (x, y) = case.data(7, 0);
-        let step = pipe.backward(&x, &y, case.loss).expect("a step");
-        plain.backward(&case, &x, &y, MicroBatches::Count(3), step.seed);
-        let norm = optimizer.clip_gradient_norm(0.1).expect("clipped");
-        let expected = plain.optimizer.clip_gradient_norm(0.1).expect("clipped");
-        assert!(
-            (norm.value().expect("a number") - expected.value().expect("a number")).abs() < 1e-10,
-            "{what}"
-        );
-        optimizer.update();
-        plain.optimizer.update();
-        assert_close(&pipe.variables().expect("variables"), &plain.values(), &what);
-    }
-}
-
-#[test]
 fn what_is_done_to_gradients_between_forward_and_backward_counts() {
-    let _alone = alone();
     let build = || {
         let layers = Layers::new()
             .add("one", |p| nn::linear(p, 4, 4, Default::default()))
@@ -1051,9 +906,7 @@ fn what_is_done_to_gradients_between_forward_and_backward_counts() {
 /// The step occupies the workers, and would wait for its own loss.
 #[test]
 fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
-    let _turn = alone();
-    let mut pipe =
-        builder(mlp(), 2).micro_batches(MicroBatches::Count(2)).build().expect("a pipeline");
+    let mut pipe = piped(mlp(), 2, 2);
     let optimizer = pipe.optimizer(Sgd::new(0.1)).expect("an optimizer");
     let averages = pipe.ema(0.9).expect("averages");
     let used = Arc::new(Mutex::new((optimizer, averages, Vec::new())));
@@ -1072,38 +925,4 @@ fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
         assert!(matches!(error, Error::InStep), "{error}");
     }
     optimizer.step().expect("behind the step");
-}
-
-/// Layer whose two tables get one gradient in two views, between two other layers.
-fn tables() -> Layers {
-    let table = |p: &nn::Path, name: &str| p.randn(name, &[3, 2], 0.0, 1.0);
-    Layers::new()
-        .add("first", |p| nn::linear(p, 2, 2, Default::default()))
-        .add("tables", move |p| {
-            let tables = ["position", "segment"].map(|name| table(p, name));
-            nn::func(move |x| {
-                tables.iter().fold(x.shallow_clone(), |x, table| x + table.unsqueeze(0))
-            })
-        })
-        .add("last", |p| nn::linear(p, 2, 2, Default::default()))
-}
-
-#[test]
-fn leaves_and_boundaries_that_get_one_gradient_in_views_are_counted_once() {
-    let _turn = alone();
-    for schedule in [Schedule::OneFOneB, Schedule::ZeroBubbleH1, Schedule::GPipe] {
-        for devices in 1..=3 {
-            let what = format!("{schedule}, {devices} devices");
-            let builder =
-                builder(tables(), devices).schedule(schedule).micro_batches(MicroBatches::Count(3));
-            let mut pipe = built(builder, &what);
-            let plain = Plain::of(&tables(), &pipe);
-            let x = numbers_there(&[3, 3, 2], 5);
-            let loss = |out: &Tensor| out.tanh().square().sum(Kind::Double);
-            let ratio = move |out: Tensor, (): &()| Loss::ratio(loss(&out), out.size()[0] as f64);
-            pipe.backward(&x, &(), ratio).expect(&what);
-            (loss(&plain.model.forward_t(&x, true)) / 3.0).backward();
-            assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), &what);
-        }
-    }
 }

@@ -1,9 +1,7 @@
 //! Automatic sizes of pipelines: the stage with the least memory decides, and a failed step is retried.
-//!
-//! One test at a time: initial parameters come from one generator.
 
-use crate::support::pipeline_cases::{eval, of_all};
-use crate::support::{Named, alone, assert_within, numbers};
+use crate::support::pipeline_cases::of_all;
+use crate::support::{Named, assert_within, numbers};
 use brimful::auto::Why;
 use brimful::memory::Arena;
 use brimful::pipeline::Outputs;
@@ -57,7 +55,6 @@ fn free() -> [Arena; 2] {
 
 #[test]
 fn the_tightest_stage_decides() {
-    let _alone = alone();
     let arenas = free();
     let expected = {
         let mut pipe = pipeline(MicroBatches::Count(4), &free());
@@ -133,27 +130,13 @@ fn run_out_in_any_stage(run: impl Fn(&mut Pipeline) -> brimful::Result<(f64, usi
 
 #[test]
 fn a_step_that_runs_out_in_any_stage_is_run_again() {
-    let _alone = alone();
     run_out_in_any_stage(|pipe| step(pipe).map(reported));
 }
 
 /// Forward, loss on all outputs, and backward form one step, wherever memory runs out.
 #[test]
 fn a_loss_on_all_outputs_is_tried_again_too() {
-    let _alone = alone();
     let (x, _) = batch();
     let mean = |out: &Outputs| of_all(out) / SAMPLES as f64;
     run_out_in_any_stage(|pipe| pipe.backward_whole(&x, mean).map(reported));
-}
-
-#[test]
-fn evaluation_has_a_size_of_its_own() {
-    let _alone = alone();
-    let mut pipe = pipeline(MicroBatches::Auto, &free());
-    let (x, _) = batch();
-    let expected = eval(&mut pipe, &x, MicroBatches::Count(3)).expect("outputs");
-    for _ in 0..3 {
-        let got = eval(&mut pipe, &x, MicroBatches::Auto).expect("outputs");
-        assert!((&got - &expected).abs().max().double_value(&[]) < 1e-12);
-    }
 }

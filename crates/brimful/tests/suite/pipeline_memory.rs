@@ -3,7 +3,7 @@
 //! A stage is `LAYERS` pairs of a linear layer and a tanh. Each keeps one tensor of a micro-batch for its
 //! backward, the tanh's output; the last one is also the boundary that the next stage keeps.
 
-use crate::support::{alone, transformer};
+use crate::support::transformer;
 use brimful::internal::sums_apart;
 use brimful::memory::Arena;
 use brimful::optim::Adam;
@@ -63,7 +63,6 @@ fn assert_near(found: u64, expected: u64, under_way: u64, what: &str) {
 
 #[test]
 fn gpipe_holds_every_micro_batch() {
-    let _turn = alone();
     let (few, many) = (4, 12);
     let (less, more) = (
         peaks(Schedule::GPipe, Recompute::Never, few),
@@ -78,7 +77,6 @@ fn gpipe_holds_every_micro_batch() {
 
 #[test]
 fn one_f_one_b_holds_as_many_as_there_are_stages_from_here_on() {
-    let _turn = alone();
     let found = peaks(Schedule::OneFOneB, Recompute::Never, 12);
     for (j, found) in found.into_iter().enumerate() {
         let held = (STAGES - j) as i64;
@@ -89,7 +87,6 @@ fn one_f_one_b_holds_as_many_as_there_are_stages_from_here_on() {
 
 #[test]
 fn recompute_holds_boundaries_and_one_micro_batch() {
-    let _turn = alone();
     let m = 12;
     let one = peaks(Schedule::GPipe, Recompute::Never, 1);
     for recompute in [Recompute::ExceptLast, Recompute::Always] {
@@ -132,7 +129,6 @@ fn deep_models() -> [DeepModel; 2] {
 /// Compares with the plan from the layers' measured memory: with whole, split, and mixed backwards.
 #[test]
 fn each_stage_needs_what_was_simulated() {
-    let _turn = alone();
     const M: usize = 8;
     for (name, layers, sample) in deep_models() {
         let profile = balance::measure(&layers(), Device::Cpu, &sample).expect("a profile");
@@ -162,7 +158,6 @@ fn each_stage_needs_what_was_simulated() {
 
 #[test]
 fn a_model_too_large_for_one_arena_trains_over_four_of_that_size() {
-    let _turn = alone();
     let train = |pipe: &mut Pipeline| -> Result<(), Error> {
         let mut optimizer = pipe.optimizer(Adam::new(0.01))?;
         for _ in 0..2 {

@@ -1,139 +1,20 @@
 //! Replicas give exactly the gradient, loss, statistics and outputs of the plain model.
-//!
-//! One test at a time: the models' initial parameters come from one generator.
 
 use crate::support::full_batch::{
-    Batch, CASES, Case, Classifier, MEAN, OVER_TOKENS, SEVERAL_TERMS, assert_gradients,
-    assert_loss, batch, devices, distance, losses, plain, replicated,
+    Classifier, MEAN, assert_gradients, batch, devices, distance, losses, plain, replicated,
 };
-use crate::support::{TOLERANCE, Update, alone, assert_fails, clear, numbers_there, test_device};
+use crate::support::{TOLERANCE, assert_fails, clear, numbers_there, test_device};
 use brimful::batch::BatchError;
 use brimful::nn::batch_norm1d;
-use brimful::optim::{AdamW, Optimizer, Sgd};
 use brimful::replicas::ReplicasError;
 use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
-#[test]
-fn gradients_and_loss_are_the_full_batchs() {
-    let _alone = alone();
-    let (store, model) = plain(Classifier::new);
-    for count in [2, 3] {
-        for size in [
-            MicroBatches::Samples(2),
-            MicroBatches::Samples(5),
-            MicroBatches::Count(3),
-            MicroBatches::Samples(1000),
-        ] {
-            let mut replicas = replicated(count, size);
-            if size == MicroBatches::Samples(5) {
-                let speeds: Vec<f64> = (1..=count).map(|n| n as f64).collect();
-                replicas.set_speeds(&speeds).expect("speeds");
-            }
-            for samples in [1, 2, 7, 20] {
-                for Case { name, full, micro } in &CASES {
-                    let what = format!("{name}, {samples} samples, {count} replicas, {size:?}");
-                    let batch = batch(samples);
-                    clear(&store);
-                    clear(replicas.store());
-                    let expected = full(&model, &batch);
-                    expected.backward();
-                    let micro = *micro;
-                    let loss = move |net: &Classifier, batch: Batch| micro(net, &batch);
-                    let step = replicas.backward(&batch, loss).expect(&what);
-                    assert_loss(step.loss, &expected, &what);
-                    assert_eq!(step.sizes.iter().sum::<usize>() as i64, samples);
-                    assert_gradients(&what, &store, replicas.store());
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn outputs_evaluation_and_maps_are_joined_in_sample_order() {
-    let _alone = alone();
-    let ((_, model), mut replicas) =
-        (plain(Classifier::new), replicated(3, MicroBatches::Samples(2)));
-    let batch = batch(11);
-    let expected = tch::no_grad(|| model.logits(&batch.0));
-    let step = replicas.backward(&batch, |net, (x, y, _)| {
-        let logits = net.logits(&x);
-        (Loss::mean(losses(&logits, &y).mean(Kind::Double)), logits)
-    });
-    let step = step.expect("a step");
-    assert_eq!((step.shares, step.sizes), (vec![4, 4, 3], vec![2, 2, 2, 2, 2, 1]));
-    assert!(distance(&step.outputs, &expected) < TOLERANCE);
-    assert!(!step.outputs.requires_grad());
-    let mapped = replicas.map(&batch.0, |net, x| net.logits(&x)).expect("a map");
-    assert!(distance(&mapped, &expected) < TOLERANCE);
-    for Case { name, full, micro } in &CASES {
-        let micro = *micro;
-        let loss = move |net: &Classifier, batch: Batch| micro(net, &batch);
-        let step = replicas.evaluate(&batch, loss).expect(name);
-        assert_loss(step.loss, &full(&model, &batch), name);
-    }
-}
-
-fn parameters_of_all(replicas: &mut Replicas<Classifier>) -> Tensor {
-    let samples = replicas.len() as i64;
-    let ones = Tensor::ones([samples, 6], (Kind::Double, Device::Cpu));
-    let all = replicas.map(&ones, |net, x| {
-        let layers: Vec<Tensor> = (0..3).map(|i| net.scale.select(0, i).view([1, 1])).collect();
-        Tensor::cat(&[net.logits(&x), Tensor::cat(&layers, 1)], 1)
-    });
-    all.expect("a row each")
-}
-
-#[test]
-fn steps_of_any_optimizer_leave_the_plain_parameters_and_equal_replicas() {
-    let _alone = alone();
-    for clip in [None, Some(0.05)] {
-        for method in
-            [Sgd::new(0.1).momentum(0.9).into(), brimful::optim::Method::from(AdamW::new(0.01))]
-        {
-            let ((store, model), mut replicas) =
-                (plain(Classifier::new), replicated(3, MicroBatches::Samples(3)));
-            let mut plain = Optimizer::new(&store, method).expect("an optimizer");
-            let mut other = Optimizer::new(replicas.store(), method).expect("an optimizer");
-            let mut seeds = Vec::new();
-            for step in 0..3 {
-                let batch = batch(13 + step);
-                (SEVERAL_TERMS.full)(&model, &batch).backward();
-                let done =
-                    replicas.backward(&batch, |net, batch| (SEVERAL_TERMS.micro)(net, &batch));
-                seeds.push(done.expect("a step").seed);
-                if let Some(norm) = clip {
-                    plain.clip_gradient_norm(norm).expect("clipped");
-                    other.clip_gradient_norm(norm).expect("clipped");
-                }
-                for optimizer in [&mut plain, &mut other] {
-                    optimizer.update();
-                }
-                let rows = parameters_of_all(&mut replicas);
-                // Parameters are equal; different devices round computed values differently.
-                let rounding = if test_device() == Device::Cpu { 0.0 } else { 1e-12 };
-                for row in 1..3 {
-                    let off = distance(&rows.get(0), &rows.get(row));
-                    assert!(off <= rounding, "replica {row} after step {step}: {off}");
-                }
-            }
-            assert!(seeds.windows(2).all(|two| two[0] != two[1]), "a seed a step: {seeds:?}");
-            let others = replicas.store().variables();
-            for (name, variable) in store.variables() {
-                let off = distance(&variable, &others[&name]);
-                assert!(off < 1e-9, "{method:?} {clip:?}: {name} is {off} off");
-            }
-        }
-    }
-}
-
 /// Only samples of the second replica's part reach the scale: if the replicas' devices differ, its gradient is
 /// first on another device than the parameter.
 #[test]
 fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
-    let _alone = alone();
     let ((store, model), mut replicas) =
         (plain(Classifier::new), replicated(3, MicroBatches::Samples(2)));
     let (x, y, _) = batch(12);
@@ -160,56 +41,7 @@ fn a_parameter_that_a_later_replica_alone_reaches_gets_its_gradient() {
 }
 
 #[test]
-fn an_optimizer_of_tch_will_do() {
-    use tch::nn::OptimizerConfig;
-    let _alone = alone();
-    let ((store, model), mut replicas) =
-        (plain(Classifier::new), replicated(2, MicroBatches::Samples(4)));
-    let mut plain = nn::Sgd::default().build(&store, 0.1).expect("an optimizer");
-    let mut other = nn::Sgd::default().build(replicas.store(), 0.1).expect("an optimizer");
-    for _ in 0..2 {
-        let batch = batch(10);
-        plain.zero_grad();
-        other.zero_grad();
-        (MEAN.full)(&model, &batch).backward();
-        replicas.backward(&batch, |net, batch| (MEAN.micro)(net, &batch)).expect("a step");
-        plain.step();
-        other.step();
-    }
-    assert_gradients("the last", &store, replicas.store());
-}
-
-#[test]
-fn a_frozen_and_loaded_first_replica_is_everyones() {
-    let _alone = alone();
-    let (mut store, model) = plain(Classifier::new);
-    tch::no_grad(|| store.variables().into_values().for_each(|mut v| v.copy_(&(&v * 2.0))));
-    let folder = tempfile::tempdir().expect("a folder");
-    let file = folder.path().join("model.safetensors");
-    store.save(&file).expect("saved");
-    let mut replicas = replicated(2, MicroBatches::Samples(4));
-    replicas.store_mut().load(&file).expect("loaded");
-    let frozen = |store: &nn::VarStore| {
-        let _itself = store.variables()["one.weight"].set_requires_grad(false);
-    };
-    frozen(&store);
-    frozen(replicas.store());
-    let batch = batch(10);
-    (OVER_TOKENS.full)(&model, &batch).backward();
-    replicas.backward(&batch, |net, batch| (OVER_TOKENS.micro)(net, &batch)).expect("a step");
-    assert_gradients("frozen", &store, replicas.store());
-    store.unfreeze();
-    replicas.store_mut().unfreeze();
-    clear(&store);
-    clear(replicas.store());
-    (OVER_TOKENS.full)(&model, &batch).backward();
-    replicas.backward(&batch, |net, batch| (OVER_TOKENS.micro)(net, &batch)).expect("a step");
-    assert_gradients("unfrozen", &store, replicas.store());
-}
-
-#[test]
-fn deferred_statistics_are_those_of_all_samples() {
-    let _alone = alone();
+fn gradients_and_deferred_statistics_are_those_of_all_samples_however_uneven_the_speeds() {
     let layers = |root: &nn::Path| {
         nn::seq_t().add(batch_norm1d(root / "norm", 6, Default::default())).add(nn::linear(
             root / "one",
@@ -229,11 +61,17 @@ fn deferred_statistics_are_those_of_all_samples() {
         replicas.store_mut().copy(&store).expect("the same model");
         for samples in [40, 23] {
             let x = numbers_there(&[samples, 6], samples);
+            clear(&store);
+            clear(replicas.store());
+            model.forward_t(&x, false).square().mean(Kind::Double).backward();
             let _whole = model.forward_t(&x, true);
+            // By the running statistics, the gradients do not depend on the cut.
             let step = replicas.backward(&x, |net, x| {
-                Loss::mean(net.forward_t(&x, true).square().mean(Kind::Double))
+                let _whole = tch::no_grad(|| net.forward_t(&x, true));
+                Loss::mean(net.forward_t(&x, false).square().mean(Kind::Double))
             });
             step.expect("a step");
+            assert_gradients(&format!("{count} replicas"), &store, replicas.store());
             let others = replicas.store().variables();
             for (name, expected) in store.variables().iter().filter(|(n, _)| n.contains("running"))
             {
@@ -246,7 +84,6 @@ fn deferred_statistics_are_those_of_all_samples() {
 
 #[test]
 fn bad_replicas_are_refused_with_what_would_help() {
-    let _alone = alone();
     let none: [Device; 0] = [];
     let error =
         Replicas::new(none, MicroBatches::Samples(1), Classifier::new).expect_err("no device");

@@ -1,68 +1,14 @@
-//! Replicas support the features of a `MicroBatcher`: windows, losses on all outputs, CUDA graphs, memory format,
-//! reserved memory.
-//!
-//! One test at a time: the models' initial parameters come from one generator.
-
-use std::panic::{self, AssertUnwindSafe};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+//! Replicas support the features of a `MicroBatcher`: losses on all outputs, CUDA graphs, memory format.
 
 use crate::support::full_batch::{
-    Batch, CASES, Case, Classifier, MEAN, assert_gradients, assert_loss, batch, devices, distance,
-    plain, replicated,
+    Classifier, MEAN, assert_gradients, assert_loss, batch, devices, distance, plain, replicated,
 };
-use crate::support::{TOLERANCE, alone, assert_fails, clear, test_device};
-use brimful::StepError;
+use crate::support::{TOLERANCE, clear, test_device};
 use brimful::memory::Arena;
 use brimful::micro::MemoryFormat;
-use brimful::optim::Adam;
-use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
+use brimful::{DeviceSpec, Loss, MicroBatches, Replicas};
 use tch::nn::{self, Module, ModuleT};
 use tch::{Device, Kind, Tensor};
-
-fn rows((x, y, tokens): &Batch, start: i64, end: i64) -> Batch {
-    let rows = |t: &Tensor| t.narrow(0, start, end - start);
-    (rows(x), rows(y), rows(tokens))
-}
-
-#[test]
-fn a_window_of_mini_batches_is_one_step() {
-    let _alone = alone();
-    let ((store, model), mut replicas) =
-        (plain(Classifier::new), replicated(2, MicroBatches::Samples(2)));
-    let whole = batch(16);
-    for Case { name, full, micro } in &CASES {
-        clear(&store);
-        clear(replicas.store());
-        let expected = full(&model, &whole);
-        expected.backward();
-        let micro = *micro;
-        // The second is a single sample, so that one replica has none.
-        for (start, end) in [(0, 7), (7, 8), (8, 16)] {
-            let part = rows(&whole, start, end);
-            let outputs = replicas.accumulate(&part, move |net, batch| {
-                let logits = net.logits(&batch.0).detach();
-                (micro(net, &batch), logits)
-            });
-            let off = distance(&outputs.expect(name), &model.logits(&part.0));
-            assert!(off < TOLERANCE, "{name}: outputs are {off} off");
-            assert!(replicas.store().trainable_variables().iter().all(|p| !p.grad().defined()));
-            let failing = |_: &Classifier, _: Batch| Err::<Loss, _>("no more");
-            assert_fails(replicas.accumulate(&part, failing), &["no more"]);
-        }
-        let error = replicas.backward(&whole, move |net, batch| micro(net, &batch));
-        let open = Error::Step(StepError::WindowOpen { samples: 16 });
-        assert_eq!(error.expect_err("between the parts of another"), open);
-        let step = replicas.commit().expect(name);
-        assert_loss(step.loss, &expected, name);
-        assert_eq!((step.samples, step.shares.iter().sum()), (16, 16_usize));
-        assert_gradients(name, &store, replicas.store());
-    }
-    assert_eq!(
-        replicas.commit().expect_err("nothing is there"),
-        Error::Step(StepError::NothingAccumulated)
-    );
-}
 
 /// Compares each sample with all others, at a temperature that only the loss uses.
 fn contrastive(net: &Classifier, z: &Tensor) -> Tensor {
@@ -72,7 +18,6 @@ fn contrastive(net: &Classifier, z: &Tensor) -> Tensor {
 
 #[test]
 fn a_loss_on_the_outputs_of_all_samples() {
-    let _alone = alone();
     let (store, model) = plain(Classifier::new);
     for size in [MicroBatches::Samples(3), MicroBatches::Count(1), MicroBatches::Samples(1)] {
         let mut replicas = replicated(2, size);
@@ -100,7 +45,6 @@ fn a_loss_on_the_outputs_of_all_samples() {
 #[test]
 fn the_peak_of_a_loss_on_all_outputs_is_that_of_all_passes() {
     const FREE: i64 = 4 << 20;
-    let _alone = alone();
     let arena = Arena::limited("first", 16 * FREE as u64).expect("a limit");
     let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
     let net = |root: &nn::Path| nn::linear(root, 3, 2, Default::default());
@@ -117,7 +61,6 @@ fn the_peak_of_a_loss_on_all_outputs_is_that_of_all_passes() {
 
 #[test]
 fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot() {
-    let _alone = alone();
     let net = |root: &nn::Path| nn::conv2d(root, 3, 4, 3, Default::default());
     let replicas = Replicas::new(devices(2), MicroBatches::Samples(2), net).expect("replicas");
     let mut replicas = replicas.memory_format(MemoryFormat::Measured);
@@ -138,40 +81,7 @@ fn a_loss_on_all_outputs_runs_in_the_users_order_where_the_one_on_trial_cannot()
 }
 
 #[test]
-fn what_fails_in_any_pass_leaves_nothing() {
-    let _alone = alone();
-    let mut replicas = replicated(2, MicroBatches::Samples(2));
-    let (x, ..) = batch(8);
-    let calls = Arc::new(AtomicUsize::new(0));
-    // Two replicas with two micro-batches each: the first forward, the loss, and the second pass.
-    for failing in 0..9 {
-        calls.store(0, Ordering::SeqCst);
-        let (counted, too) = (Arc::clone(&calls), Arc::clone(&calls));
-        let now = move |calls: &AtomicUsize| {
-            assert!(calls.fetch_add(1, Ordering::SeqCst) != failing, "number {failing}");
-        };
-        let ended = panic::catch_unwind(AssertUnwindSafe(|| {
-            let forward = move |net: &Classifier, x: Tensor| {
-                now(&counted);
-                net.layers.forward_t(&x, true)
-            };
-            replicas.backward_whole(&x, forward, move |net, z| {
-                now(&too);
-                contrastive(net, z)
-            })
-        }));
-        let payload = ended.expect_err("it goes on");
-        let words = payload.downcast_ref::<String>().expect("words");
-        assert!(words.contains(&format!("number {failing}")), "{words}");
-        assert!(replicas.store().trainable_variables().iter().all(|p| !p.grad().defined()));
-    }
-    let forward = |net: &Classifier, x: Tensor| net.layers.forward_t(&x, true);
-    replicas.backward_whole(&x, forward, contrastive).expect("the next");
-}
-
-#[test]
 fn replayed_replicas_leave_the_full_batchs_gradient() {
-    let _alone = alone();
     let (store, model) = plain(Classifier::new);
     let mut replicas = replicated(2, MicroBatches::Samples(4)).cuda_graphs(true);
     let cause = replicas.eager_cause().expect("threads").expect("a CPU is among them");
@@ -201,7 +111,6 @@ fn convolutions(root: &nn::Path) -> nn::SequentialT {
 
 #[test]
 fn the_order_in_memory_changes_no_gradient() {
-    let _alone = alone();
     let x = Tensor::arange(10 * 3 * 64, (Kind::Double, Device::Cpu)).sin().view([10, 3, 8, 8]);
     let x = x.to_device(test_device());
     for memory_format in [MemoryFormat::AsIs, MemoryFormat::ChannelsLast, MemoryFormat::Measured] {
@@ -224,30 +133,4 @@ fn the_order_in_memory_changes_no_gradient() {
             assert_gradients(&format!("{memory_format:?}, step {step}"), &store, replicas.store());
         }
     }
-}
-
-#[test]
-fn an_optimizers_memory_is_kept_free_on_the_first_device() {
-    let _alone = alone();
-    let wide = |root: &nn::Path| nn::linear(root / "wide", 300, 300, Default::default());
-    let ones = Tensor::ones([4000, 300], (Kind::Float, Device::Cpu));
-    let squares =
-        |net: &nn::Linear, x: Tensor| Loss::mean(net.forward(&x).square().mean(Kind::Float));
-    let size = |reserves: bool| {
-        let arena = Arena::limited("first", 3 << 20).expect("a limit");
-        let devices = [DeviceSpec::cpu().threads(1).arena(arena), DeviceSpec::cpu().threads(1)];
-        let mut replicas = Replicas::new(devices, MicroBatches::Largest, wide).expect("replicas");
-        replicas.set_speeds(&[1.0, 1.0]).expect("one each");
-        if reserves {
-            replicas = replicas.reserve(Adam::new(0.1));
-        }
-        // Uses several mini-batches: the size may change until the step ends.
-        for _ in 0..4 {
-            replicas.accumulate(&ones, squares).expect("it fits in parts");
-        }
-        let step = replicas.commit().expect("a step");
-        step.decisions.last().expect("a size").size
-    };
-    let (with, without) = (size(true), size(false));
-    assert!(with < without, "{with} and {without}");
 }

@@ -1,14 +1,12 @@
 //! A failure on any replica leaves everything unchanged, no thread hangs, and the next step works.
-//!
-//! One test at a time: all threads draw from one generator.
 
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use crate::support::state::{dropout_layers, fail_every_allocation, loss_of, samples, state};
-use crate::support::{alone, assert_fails, assert_same, assert_threads};
+use crate::support::state::{dropout_layers, loss_of, samples, state};
+use crate::support::{assert_fails, assert_same, assert_threads};
 use brimful::NonFinitePolicy;
 use brimful::memory::Arena;
 use brimful::{DeviceSpec, Error, Loss, MicroBatches, Replicas};
@@ -37,13 +35,6 @@ fn arenas(count: usize) -> Vec<Arena> {
     (0..count).map(|number| Arena::new(&format!("replica {number}"))).collect()
 }
 
-/// Step, in one pass over the samples or in two.
-type Run = fn(&mut Replicas<nn::SequentialT>) -> brimful::Result<()>;
-
-fn in_one_pass(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {
-    replicas.backward(&batch(), |net, x| loss(net, &x)).map(drop)
-}
-
 fn in_two_passes(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()> {
     let forward = |net: &nn::SequentialT, x: Tensor| net.forward_t(&x, true);
     let of_all = |_: &nn::SequentialT, z: &Tensor| {
@@ -52,64 +43,12 @@ fn in_two_passes(replicas: &mut Replicas<nn::SequentialT>) -> brimful::Result<()
     replicas.backward_whole(&batch(), forward, of_all).map(drop)
 }
 
-fn fail_on_each_replica(run: Run) {
-    let arenas = arenas(2);
-    let expected = {
-        let mut replicas = replicas(&arenas, MicroBatches::Samples(3));
-        run(&mut replicas).expect("a step");
-        state(replicas.store())
-    };
-    for (number, arena) in arenas.iter().enumerate() {
-        let mut replicas = replicas(&arenas, MicroBatches::Samples(3));
-        let what = format!("replica {number}");
-        let now = |all: &Replicas<_>| state(all.store());
-        let failures = fail_every_allocation(&what, arena, &mut replicas, now, run);
-        assert!(failures >= 50, "only {failures} allocations on {what}");
-        assert_same("after all failures", &expected, &state(replicas.store()));
-    }
-}
-
-#[test]
-fn the_n_th_allocation_fails_on_each_replica_for_every_n() {
-    let _alone = alone();
-    fail_on_each_replica(in_one_pass);
-}
-
-#[test]
-fn the_n_th_allocation_of_two_passes_fails_on_each_replica_for_every_n() {
-    let _alone = alone();
-    fail_on_each_replica(in_two_passes);
-}
-
-#[test]
-fn an_automatic_size_that_fails_anywhere_is_everyones_smaller_one() {
-    let _alone = alone();
-    let arenas = arenas(2);
-    for (number, arena) in arenas.iter().enumerate() {
-        for n in (1..400).step_by(23) {
-            let mut replicas = replicas(&arenas, MicroBatches::Auto);
-            let before = state(replicas.store());
-            arena.fail_nth_allocation(n);
-            let step = replicas.backward(&batch(), |net, x| loss(net, &x)).expect("retried");
-            arena.fail_nth_allocation(0);
-            assert_eq!(step.samples, 12, "allocation {n} of replica {number}");
-            // No retry if the failing allocation is outside the mini-batch's run, or if the step has fewer allocations.
-            assert!(step.retries <= 1, "allocation {n} of replica {number}");
-            let size = step.decisions.last().map(|decision| decision.size).expect("a decision");
-            assert!(step.sizes.iter().all(|&one| one <= size), "{:?}", step.sizes);
-            let after = state(replicas.store());
-            assert_ne!(before, after, "allocation {n} of replica {number}: nothing was done");
-        }
-    }
-}
-
 fn wide(root: &nn::Path) -> nn::Linear {
     nn::linear(root / "wide", 300, 300, Default::default())
 }
 
 #[test]
 fn the_smallest_memory_decides_for_all() {
-    let _alone = alone();
     let small = Arena::limited("small", 2 << 20).expect("a limit");
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1).arena(small)];
     let mut replicas = Replicas::new(devices, MicroBatches::Largest, wide).expect("replicas");
@@ -158,19 +97,7 @@ fn ended_by_the_last(
 }
 
 #[test]
-fn errors_and_panics_come_as_they_are_after_all_was_undone() {
-    let _alone = alone();
-    let policy = NonFinitePolicy::default();
-    let error = ended_by_the_last(policy, |_| Err("no more")).expect("the closure's error");
-    assert_eq!(error.to_string(), "no more");
-    let thrown = ended_by_the_last(policy, |_| panic!("the last micro-batch"));
-    let payload = thrown.expect_err("the closure's panic");
-    assert_eq!(payload.downcast_ref::<&str>(), Some(&"the last micro-batch"));
-}
-
-#[test]
 fn what_is_not_finite_on_one_replica_is_refused_on_all() {
-    let _alone = alone();
     let loss = ended_by_the_last(NonFinitePolicy::RefuseLoss, |out| Ok(out * f64::NAN));
     // The root of 0 is finite; its slope is not.
     let slope = ended_by_the_last(NonFinitePolicy::RefuseGradients, |out| Ok((out * 0.0).sqrt()));
@@ -181,7 +108,6 @@ fn what_is_not_finite_on_one_replica_is_refused_on_all() {
 
 #[test]
 fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_is_not() {
-    let _alone = alone();
     let build = |root: &nn::Path| root.ones("weight", &[1]);
     let devices = [DeviceSpec::cpu().threads(1), DeviceSpec::cpu().threads(1)];
     let replicas = Replicas::new(devices, MicroBatches::Samples(1), build).expect("replicas");
@@ -201,7 +127,6 @@ fn gradients_that_are_finite_on_each_replica_are_not_committed_where_their_sum_i
 
 #[test]
 fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
-    let _alone = alone();
     let arenas = arenas(2);
     let mut replicas =
         replicas(&arenas, MicroBatches::Samples(3)).non_finite(NonFinitePolicy::RefuseGradients);
@@ -216,7 +141,6 @@ fn a_loss_over_the_whole_mini_batch_is_held_to_finite_gradients_too() {
 
 #[test]
 fn threads_end_where_a_model_cannot_be_built() {
-    let _alone = alone();
     assert_threads(0);
     let builds = AtomicUsize::new(0);
     let broken = move |root: &nn::Path| {
@@ -230,7 +154,6 @@ fn threads_end_where_a_model_cannot_be_built() {
 
 #[test]
 fn sums_do_not_depend_on_the_threads_timing() {
-    let _alone = alone();
     let run = |slow: usize| {
         tch::manual_seed(1);
         let cpus = (0..3).map(|_| DeviceSpec::cpu().threads(1));

@@ -1,8 +1,6 @@
 //! Sparse gradients are refused by name before anything changes, in every engine.
-//!
-//! One test at a time: the models' initial parameters come from one generator.
 
-use crate::support::{Named, alone, copies, gradients, test_device};
+use crate::support::{Named, copies, gradients, test_device};
 use brimful::{DeviceSpec, Error, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
 use brimful_torch::autograd::set_gradient;
 use tch::nn::{self, Module, ModuleT};
@@ -47,7 +45,6 @@ fn refused(error: &Error) {
 
 #[test]
 fn one_device_refuses_them_by_name() {
-    let _alone = alone();
     let store = nn::VarStore::new(test_device());
     let model = net(&store.root());
     let before = with_gradients(&store);
@@ -65,7 +62,6 @@ fn one_device_refuses_them_by_name() {
 /// A gradient from the user's own backward.
 #[test]
 fn one_that_is_there_already_is_refused_too() {
-    let _alone = alone();
     let store = nn::VarStore::new(test_device());
     let (table, linear) = (table(&(store.root() / "b")), {
         let root = store.root() / "a";
@@ -87,7 +83,6 @@ fn one_that_is_there_already_is_refused_too() {
 
 #[test]
 fn replicas_refuse_them_by_name() {
-    let _alone = alone();
     let devices = [DeviceSpec::from(test_device()).threads(1), DeviceSpec::cpu().threads(1)];
     let mut replicas = Replicas::new(devices, MicroBatches::Samples(2), net).expect("replicas");
     let before = with_gradients(replicas.store());
@@ -98,7 +93,6 @@ fn replicas_refuse_them_by_name() {
 
 #[test]
 fn a_pipeline_refuses_them_by_name() {
-    let _alone = alone();
     let linear = |p: &nn::Path| nn::linear(p, WIDTH, WIDTH, Default::default());
     let layers = Layers::new().add("b", table).add("c", linear).add("d", linear);
     let device = || DeviceSpec::from(test_device()).threads(1);

@@ -3,8 +3,7 @@
 //! `BRIMFUL_TEST_DEVICE=cuda:0` on a GPU. A CPU has no queue, and must give the same results.
 
 use crate::support::{
-    alone, assert_all_close, assert_close, assert_within, copies, fill, gradients, numbers,
-    test_device,
+    assert_all_close, assert_close, assert_within, copies, fill, gradients, numbers, test_device,
 };
 use brimful::nn::{Projection, ProjectionConfig, kernels};
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline, Replicas};
@@ -56,7 +55,6 @@ fn squares(out: Tensor, y: &Tensor) -> Loss {
 
 #[test]
 fn a_pipeline_waits_for_inputs_and_targets() {
-    let _alone = alone();
     let linear = |p: &nn::Path| nn::linear(p, WIDTH, WIDTH, Default::default());
     for devices in stages() {
         tch::manual_seed(1);
@@ -94,7 +92,6 @@ fn a_pipeline_waits_for_inputs_and_targets() {
 
 #[test]
 fn replicas_wait_for_a_batch() {
-    let _alone = alone();
     for devices in [vec![test_device(), Device::Cpu], vec![Device::Cpu, Device::Cpu]] {
         tch::manual_seed(1);
         let what = format!("{devices:?}");
@@ -122,7 +119,6 @@ fn replicas_wait_for_a_batch() {
 
 #[test]
 fn a_micro_batcher_waits_for_a_batch() {
-    let _alone = alone();
     // From this device to the host, and from another accelerator if there is one.
     let mut devices = vec![Device::Cpu, test_device()];
     if test_device().is_cuda() && tch::Cuda::device_count() > 1 {
@@ -177,7 +173,6 @@ fn gradients_of_two_streams() -> Vec<(String, Tensor)> {
 
 #[test]
 fn a_layer_on_two_streams_has_the_gradient_of_both_uses() {
-    let _alone = alone();
     let ours = gradients_of_two_streams();
     kernels::set_enabled(false);
     let theirs = gradients_of_two_streams();
@@ -189,7 +184,6 @@ fn a_layer_on_two_streams_has_the_gradient_of_both_uses() {
 /// micro-batches more.
 #[test]
 fn steps_do_not_reserve_more_and_more_for_inputs() {
-    let _alone = alone();
     let device = test_device();
     if !device.is_cuda() {
         return;

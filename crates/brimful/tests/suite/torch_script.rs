@@ -1,6 +1,6 @@
 //! A TorchScript module is trained as any other: in micro-batches, and as a layer of a pipeline.
 
-use crate::support::{Named, Update, alone, assert_within, variables};
+use crate::support::{Named, Update, assert_within, variables};
 use brimful::optim::{Optimizer, Sgd};
 use brimful::{Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
 use tch::nn::{self, ModuleT, VarStore};
@@ -53,7 +53,6 @@ fn expected() -> Named {
 
 #[test]
 fn a_torch_script_module_is_trained_in_micro_batches_as_the_plain_model() {
-    let _turn = alone();
     let store = VarStore::new(Device::Cpu);
     let model = script(&store.root());
     let mut optimizer = Optimizer::new(&store, Sgd::new(0.5)).expect("an optimizer");
@@ -68,7 +67,6 @@ fn a_torch_script_module_is_trained_in_micro_batches_as_the_plain_model() {
 
 #[test]
 fn a_torch_script_module_is_a_layer_of_a_pipeline() {
-    let _turn = alone();
     let layers = Layers::new()
         .add_fn("same", |x| x.shallow_clone())
         .add("script", |path| TrainableCModule::load(FILE, path.clone()).expect("a module"));

@@ -2,7 +2,7 @@
 //!
 //! `BRIMFUL_TEST_DEVICE=cuda:0` runs the same tests on a GPU, `BRIMFUL_TEST_CUDA_GRAPHS=1` with CUDA graphs.
 
-use crate::support::full_batch::{CASES, Case, Classifier, batch_of, losses, over_tokens, there};
+use crate::support::full_batch::{Case, Classifier, batch_of, losses, there};
 use crate::support::{
     Named, assert_close, assert_same, assert_within, clear, copies, fill, gradients, micro_batcher,
     numbers, numbers_there, test_device,
@@ -44,25 +44,6 @@ const CLASS_WEIGHTED: Case = Case {
     },
 };
 
-const THREE_DENOMINATORS: Case = Case {
-    name: "three denominators",
-    full: |net, batch| {
-        let (logits, (sum, count)) = (net.logits(&batch.0), over_tokens(net, batch));
-        sum / count + weighted(&logits, &batch.1).0 * 2.0 + logits.mean(None)
-    },
-    micro: |net, batch| {
-        let (logits, (sum, count)) = (net.logits(&batch.0), over_tokens(net, batch));
-        let (other, weight) = weighted(&logits, &batch.1);
-        Loss::mean_over(sum / &count, count)
-            + Loss::mean_over(other, weight) * 2.0
-            + Loss::mean(logits.mean(None))
-    },
-};
-
-fn cases() -> impl Iterator<Item = Case> {
-    CASES.into_iter().chain([CLASS_WEIGHTED, THREE_DENOMINATORS])
-}
-
 /// Returns the results of a step: its loss, and the existing gradients by name.
 fn left(store: &nn::VarStore, loss: f64) -> Named {
     let gradients = copies(&gradients(store));
@@ -74,44 +55,6 @@ fn full(case: &Case, samples: i64, kind: Kind) -> Named {
     let loss = (case.full)(&net, &there(&batch_of(samples, kind)));
     loss.backward();
     left(&store, loss.double_value(&[]))
-}
-
-fn split(case: &Case, samples: i64, kind: Kind, size: MicroBatches) -> Named {
-    let (store, net) = net(kind);
-    let mut micro = micro_batcher(&store, size);
-    let step = micro
-        .backward(&batch_of(samples, kind), |batch| (case.micro)(&net, &batch))
-        .unwrap_or_else(|error| panic!("{}: {error}", case.name));
-    assert_eq!(step.samples, usize::try_from(samples).expect("a count"));
-    assert_eq!(step.sizes.iter().sum::<usize>(), step.samples);
-    assert!((step.terms.iter().sum::<f64>() - step.loss).abs() < 1e-9);
-    left(&store, step.loss)
-}
-
-fn check_all(kind: Kind, tolerance: f64) {
-    for case in cases() {
-        for samples in SAMPLES {
-            let expected = full(&case, samples, kind);
-            let whole = usize::try_from(samples).expect("a count");
-            for size in SIZES.into_iter().chain([whole]) {
-                let what = format!("{} of {samples} by {size}", case.name);
-                let got = split(&case, samples, kind, MicroBatches::Samples(size));
-                assert_within(&got, &expected, tolerance, &what);
-            }
-            let got = split(&case, samples, kind, MicroBatches::Count(3));
-            assert_within(&got, &expected, tolerance, &format!("{} of {samples} in 3", case.name));
-        }
-    }
-}
-
-#[test]
-fn every_loss_and_size_in_f64() {
-    check_all(Kind::Double, 1e-10);
-}
-
-#[test]
-fn every_loss_and_size_in_f32() {
-    check_all(Kind::Float, 1e-5);
 }
 
 /// In-batch negatives: every sample's loss depends on all others, and a temperature is learnt.
@@ -335,29 +278,6 @@ impl Tables {
     /// Squares over the count of samples, which is known only at the end.
     fn loss(&self, x: &Tensor) -> Loss {
         Loss::ratio(self.out(x).square().sum(x.kind()), x.size()[0] as f64)
-    }
-}
-
-#[test]
-fn leaves_that_get_one_gradient_in_two_views_are_counted_once() {
-    for (kind, tolerance) in [(Kind::Double, 1e-10), (Kind::Float, 1e-5), (Kind::BFloat16, 1e-2)] {
-        let x = numbers_there(&[5, 3, 2], 3).to_kind(kind);
-        let plain = Tables::new(kind);
-        (plain.out(&x).square().sum(kind) / 5.0).backward();
-        for size in [1, 2, 5] {
-            let cut = Tables::new(kind);
-            let mut micro = micro_batcher(&cut.store, MicroBatches::Samples(size));
-            // The second step adds to the first one's gradients.
-            for step in 1..=2 {
-                micro.backward(&x, |x| cut.loss(&x)).expect("a step");
-                let found = gradients(&cut.store);
-                let expected: Named = gradients(&plain.store)
-                    .into_iter()
-                    .map(|(name, gradient)| (name, gradient * f64::from(step)))
-                    .collect();
-                assert_within(&found, &expected, tolerance, &format!("{kind:?}, size {size}"));
-            }
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Weight decay for matrices only, in one optimizer and in a pipeline's.
 
-use crate::support::pipeline_cases::{CASES, Plain, builder};
-use crate::support::{Update, alone, assert_close, test_device};
+use crate::support::pipeline_cases::{CASES, Plain, piped};
+use crate::support::{Update, assert_close, test_device};
 use brimful::optim::{AdamW, NO_DECAY_GROUP, OptimError, Optimizer, Sgd};
 use brimful::{Error, MicroBatches};
 use tch::nn::VarStore;
@@ -57,15 +57,11 @@ fn a_model_of_matrices_alone_has_no_group_without_decay() {
 
 #[test]
 fn a_pipeline_decays_as_one_optimizer_and_reads_its_state() {
-    let _turn = alone();
     tch::manual_seed(9);
     let config = AdamW::new(0.01).weight_decay(0.3);
     for case in &CASES {
         let layers = (case.layers)();
-        let mut pipe = builder(layers.clone(), 3)
-            .micro_batches(MicroBatches::Count(2))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(layers.clone(), 3, 2);
         let plain = Plain::of(&layers, &pipe);
         let mut optimizer = pipe.optimizer(config).expect("an optimizer");
         optimizer.decay_only_matrices().expect("a group");

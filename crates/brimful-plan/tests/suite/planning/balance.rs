@@ -30,26 +30,6 @@ fn layers_are_spread_and_no_stage_is_empty() {
 }
 
 #[test]
-fn ties_go_to_less_transfer() {
-    let mut layers = loads(&[1.0; 4]);
-    // Two stages of 3 + 1, 2 + 2 or 1 + 3; under a bound of 3 set by the first layer, the smallest boundary
-    // wins.
-    layers[0].time = 3.0;
-    let bytes = [5, 9, 1, 9];
-    for (layer, bytes) in layers.iter_mut().zip(bytes) {
-        layer.output_bytes = bytes;
-    }
-    let balance =
-        balance::by_time(&layers, &[Slot::default(), Slot { speed: 1.0, ..Slot::default() }]);
-    assert_eq!(balance.unwrap().sizes(), [1, 3]);
-    layers[3].time = 3.0;
-    let balance =
-        balance::by_time(&layers, &[Slot { speed: 2.0, ..Slot::default() }, Slot::default()]);
-    // 5 on the fast device (2.5) and 3 on the other.
-    assert_eq!(balance.unwrap().sizes(), [3, 1]);
-}
-
-#[test]
 fn errors_carry_the_numbers() {
     let message = |result: Result<Balance, BalanceError>| result.unwrap_err().to_string();
     assert_eq!(

@@ -65,12 +65,6 @@ fn weights_cross_once_for_the_forwards_alone() {
 }
 
 #[test]
-fn everything_on_the_device_transfers_nothing() {
-    let actions = breadth_first(3, 2, Recompute::Always);
-    assert!(Transfers::new(&actions, &[StageLocation::DEVICE; 3], 0).unwrap().is_empty());
-}
-
-#[test]
 fn what_cannot_be_made_is_said() {
     let actions = breadth_first(3, 2, Recompute::Never);
     let refused = |locations: &[StageLocation], device_buffers| {

@@ -4,17 +4,16 @@ use brimful::memory::Arena;
 use brimful::nn::{
     BatchNorm, BatchNormConfig, BatchNormPolicy, batch_norm1d, batch_norm2d, batch_norm3d,
 };
-use brimful::optim::{Optimizer, Sgd};
 use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::Recompute;
 use brimful::{DeviceSpec, Layers, Loss, MicroBatcher, MicroBatches, Pipeline};
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::support::pipeline_cases::{Plain, builder};
+use crate::support::pipeline_cases::{Plain, builder, piped};
 use crate::support::state::fail_every_allocation;
 use crate::support::{
-    Named, Update, alone, assert_fails, assert_within, copies, numbers, numbers_there, test_device,
+    Named, assert_fails, assert_within, copies, numbers, numbers_there, test_device,
 };
 
 pub const EXACT: BatchNormConfig = BatchNormConfig {
@@ -119,7 +118,6 @@ pub fn assert_gradients(pipe: &Pipeline, plain: &Plain, part: f64, what: &str) {
 
 #[test]
 fn every_cut_is_the_full_batch() {
-    let _turn = alone();
     for dimensions in 0..4 {
         for samples in [2, 5, 33] {
             for size in [1, 2, 7, samples] {
@@ -136,7 +134,6 @@ fn every_cut_is_the_full_batch() {
 
 #[test]
 fn whatever_is_recomputed_and_wherever_stages_live() {
-    let _turn = alone();
     for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
         for locations in [Offload::Device, Offload::Host] {
             for affine in [true, false] {
@@ -152,25 +149,7 @@ fn whatever_is_recomputed_and_wherever_stages_live() {
 }
 
 #[test]
-fn three_steps_of_sgd_stay_together() {
-    let _turn = alone();
-    let pipe = builder(layers(2, EXACT), 1).micro_batches(MicroBatches::Samples(2)).balance([4, 5]);
-    let pipe = pipe.schedule(brimful::schedule::Schedule::BreadthFirst { stages_per_device: 2 });
-    let (mut pipe, plain) = both(2, EXACT, pipe.build().expect("a pipeline"));
-    let mut ours = pipe.optimizer(Sgd::new(0.05)).expect("an optimizer");
-    let mut theirs = Optimizer::new(&plain.store, Sgd::new(0.05)).expect("an optimizer");
-    for step in 0..3 {
-        let x = input(9, 2) + f64::from(step);
-        assert_exact(&mut pipe, &plain, &x, 1e-9, &format!("step {step}"));
-        ours.update();
-        theirs.update();
-    }
-    assert_within(&pipe.variables().expect("variables"), &plain.values(), 1e-9, "after");
-}
-
-#[test]
 fn one_sample_and_constant_channels_are_as_in_the_plain_layer() {
-    let _turn = alone();
     let constant = input(6, 2) * 0.0 + 3.0;
     // Without variance, each of the three layers multiplies rounding errors by 1 / √ε.
     let config = BatchNormConfig { eps: 0.1, ..EXACT };
@@ -194,7 +173,6 @@ pub fn layers_of_inputs(config: BatchNormConfig) -> Layers {
 
 #[test]
 fn f32_is_close_to_f64_even_around_a_large_mean() {
-    let _turn = alone();
     tch::manual_seed(5);
     for (mean, part) in [(0.0, 1e-4), (1e4, 5e-3)] {
         let pipe = builder(layers_of_inputs(EXACT), 1).kind(Kind::Float);
@@ -214,7 +192,6 @@ fn f32_is_close_to_f64_even_around_a_large_mean() {
 
 #[test]
 fn frozen_layers_before_it_need_nothing_of_it() {
-    let _turn = alone();
     let pipe = builder(layers(2, EXACT), 1).micro_batches(MicroBatches::Samples(2)).build();
     let (mut pipe, plain) = both(2, EXACT, pipe.expect("a pipeline"));
     let frozen = |name: &str| name.starts_with("first") || name.starts_with("norm1");
@@ -231,7 +208,6 @@ fn frozen_layers_before_it_need_nothing_of_it() {
 
 #[test]
 fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
-    let _turn = alone();
     let x = input(4, 0);
     assert_fails(builder(layers(0, EXACT), 2).build(), &["2 devices", "Deferred"]);
     let first = Layers::new().add_norm("norm", |p| norm(p, 0, EXACT));
@@ -263,15 +239,11 @@ fn where_micro_batches_do_not_meet_it_is_refused_with_what_to_do() {
 
 #[test]
 fn other_policies_run_in_the_same_list_without_a_cut() {
-    let _turn = alone();
     for policy in
         [BatchNormPolicy::Deferred, BatchNormPolicy::PerMicroBatch, BatchNormPolicy::Frozen]
     {
         let config = BatchNormConfig { policy, ..EXACT };
-        let mut pipe = builder(layers(1, config), 1)
-            .micro_batches(MicroBatches::Count(3))
-            .build()
-            .expect("a pipeline");
+        let mut pipe = piped(layers(1, config), 1, 3);
         assert_eq!(pipe.balance().sizes(), [9]);
         let x = input(6, 1);
         pipe.backward(&x, &x, |out: Tensor, x| loss(&out, x)).expect("a step");
@@ -286,7 +258,6 @@ fn streamed(layers: Layers, arena: &Arena) -> Builder {
 
 #[test]
 fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
-    let _turn = alone();
     let x = numbers(&[3, 3], 7);
     // A minimal list of layers: every allocation is tested.
     let layers = |config| {
@@ -324,7 +295,6 @@ fn whichever_allocation_fails_all_is_as_before_and_the_next_step_is_exact() {
 
 #[test]
 fn with_offloaded_stages_on_the_host_memory_does_not_grow_with_the_mini_batch() {
-    let _turn = alone();
     let peak = |samples: i64| {
         let arena = Arena::new("device");
         let pipe = streamed(four_norms(), &arena).micro_batches(MicroBatches::Samples(4));

@@ -11,11 +11,10 @@ use super::exact::{
     input, layers, layers_of_inputs, loss,
 };
 use crate::support::pipeline_cases::{Plain, builder};
-use crate::support::{Named, alone, assert_within, clear, test_device};
+use crate::support::{Named, assert_within, clear, test_device};
 
 #[test]
 fn without_a_momentum_running_statistics_are_the_averages_of_all_batches() {
-    let _turn = alone();
     let config = BatchNormConfig { momentum: None, ..EXACT };
     let pipe = builder(layers(2, config), 1).micro_batches(MicroBatches::Samples(2)).build();
     let (mut pipe, plain) = both(2, config, pipe.expect("a pipeline"));
@@ -54,7 +53,6 @@ fn layers_of_samples(config: BatchNormConfig) -> Layers {
 
 #[test]
 fn gradients_of_what_enters_are_the_full_batchs() {
-    let _turn = alone();
     let numbers = Tensor::arange(11, (Kind::Int64, test_device()));
     let weights = input(11, 2);
     for size in [1, 2, 7, 11] {
@@ -88,7 +86,6 @@ fn distance(ours: &Named, theirs: &Named) -> f64 {
 
 #[test]
 fn bf16_loses_no_more_than_in_the_plain_layer() {
-    let _turn = alone();
     tch::manual_seed(5);
     // Near 10,000 neighbouring bf16 numbers are 64 apart: a deviation of 1 makes channels constant.
     for (mean, spread) in [(0.0, 1.0), (1e4, 64.0), (1e4, 1.0)] {

@@ -7,7 +7,7 @@ use brimful_plan::schedule::{TransferKind, TransferSpan};
 use tch::{Kind, Tensor};
 
 use super::exact::{EXACT, four_norms, mix, norm};
-use crate::support::{Named, alone, assert_within, copies, numbers};
+use crate::support::{Named, assert_within, copies, numbers};
 
 const SIZE: usize = 4;
 
@@ -70,7 +70,6 @@ impl Site {
 
 #[test]
 fn within_a_limit_memory_does_not_grow_with_the_mini_batch() {
-    let _turn = alone();
     for recompute in [Recompute::Never, Recompute::ExceptLast, Recompute::Always] {
         let (few, _) = Site::new(recompute).steps(4);
         let mut free = Site::new(recompute);
@@ -88,7 +87,6 @@ fn within_a_limit_memory_does_not_grow_with_the_mini_batch() {
 
 #[test]
 fn within_a_limit_each_input_goes_to_the_host_once_and_nothing_else_does() {
-    let _turn = alone();
     const COUNT: u64 = 16;
     const MEETINGS: u64 = 4;
     let (few, _) = Site::new(Recompute::Never).steps(4);
@@ -131,7 +129,6 @@ fn blocks(straight: bool) -> Layers {
 
 #[test]
 fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
-    let _turn = alone();
     let (few, _) = Site::of(blocks(false), Recompute::Never).steps(4);
     let sites = [false, true].map(|straight| Site::of(blocks(straight), Recompute::Never));
     let first = copies(&sites[0].pipe.variables().expect("variables"));
@@ -149,7 +146,6 @@ fn a_shortcut_that_goes_straight_to_its_norm_waits_once() {
 
 #[test]
 fn transfers_for_want_of_memory_is_timed_as_what_was_planned_is() {
-    let _turn = alone();
     const COUNT: i64 = 16;
     let (few, _) = Site::new(Recompute::Never).steps(4);
     let mut limited = Site::limited(Recompute::Never, few + few / 4);
@@ -181,7 +177,6 @@ fn transfers_for_want_of_memory_is_timed_as_what_was_planned_is() {
 
 #[test]
 fn what_fits_stays_on_the_device() {
-    let _turn = alone();
     let mut free = Site::new(Recompute::Never);
     let (all, _) = free.steps(16);
     let mut site = Site::limited(Recompute::Never, 4 * all);
@@ -194,7 +189,6 @@ fn what_fits_stays_on_the_device() {
 
 #[test]
 fn larger_micro_batches_are_learnt_of_anew() {
-    let _turn = alone();
     let mut site = Site::new(Recompute::Never);
     let (few, _) = Site::new(Recompute::Never).steps(4);
     site.device.set_limit(Some(2 * few)).expect("a limit");
@@ -207,7 +201,6 @@ fn larger_micro_batches_are_learnt_of_anew() {
 /// Simulates an allocator that cannot join its free blocks.
 #[test]
 fn a_step_that_runs_out_of_memory_with_something_waiting_runs_again_with_nothing() {
-    let _turn = alone();
     let mut free = Site::new(Recompute::Never);
     (0..5).for_each(|_| drop(free.step(16)));
     let (few, _) = Site::new(Recompute::Never).steps(4);

@@ -113,40 +113,12 @@ pub const MEAN: Case = Case {
     micro: |net, (x, y, _)| Loss::mean(losses(&net.logits(x), y).mean(None)),
 };
 
-pub const SUM: Case = Case {
-    name: "sum",
-    full: |net, (x, ..)| net.logits(x).square().sum(None),
-    micro: |net, (x, ..)| Loss::sum(net.logits(x).square().sum(None)),
-};
-
 pub const OVER_TOKENS: Case = Case {
     name: "over tokens",
     full: full_over_tokens,
     micro: |net, batch| {
         let (sum, count) = over_tokens(net, batch);
         Loss::mean_over(sum / &count, count)
-    },
-};
-
-pub const RATIO: Case = Case {
-    name: "a ratio, with a number",
-    full: full_over_tokens,
-    micro: |net, batch| {
-        let (sum, count) = over_tokens(net, batch);
-        Loss::ratio(sum, count.double_value(&[]))
-    },
-};
-
-pub const SEVERAL_TERMS: Case = Case {
-    name: "several terms, one a mean",
-    full: |net, batch| {
-        let mean = net.logits(&batch.0).square().mean(None);
-        full_over_tokens(net, batch) * 0.5 + mean + penalty(net)
-    },
-    micro: |net, batch| {
-        let (sum, count) = over_tokens(net, batch);
-        let mean = net.logits(&batch.0).square().mean(None);
-        Loss::mean_over(sum / &count, count) * 0.5 + Loss::mean(mean) + Loss::once(penalty(net))
     },
 };
 
@@ -164,8 +136,6 @@ pub const SEVERAL_WITH_A_SUM: Case = Case {
             + Loss::once(penalty(net))
     },
 };
-
-pub const CASES: [Case; 6] = [MEAN, SUM, OVER_TOKENS, RATIO, SEVERAL_TERMS, SEVERAL_WITH_A_SUM];
 
 fn full_over_tokens(net: &Classifier, batch: &Batch) -> Tensor {
     let (sum, count) = over_tokens(net, batch);

@@ -13,9 +13,10 @@ pub mod state;
 pub mod threads;
 pub mod transformer;
 
+use std::any::Any;
 use std::fmt::Display;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use brimful::{MicroBatcher, MicroBatches, device};
 use brimful_torch::kernels::pretend_failure;
@@ -39,12 +40,6 @@ macro_rules! tests {
     };
 }
 pub(crate) use tests;
-
-/// Runs one test of a process at a time: all threads share the default generator and a device's memory.
-pub fn alone() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Returns the device of the tests: the CPU, or the one named by `BRIMFUL_TEST_DEVICE`.
 pub fn test_device() -> Device {
@@ -92,6 +87,12 @@ pub fn numbers_there(shape: &[i64], seed: i64) -> Tensor {
 pub fn assert_fails<T, E: Display>(result: Result<T, E>, words: &[&str]) {
     let error = result.err().expect("it fails").to_string();
     assert!(words.iter().all(|word| error.contains(word)), "{words:?}: {error}");
+}
+
+/// Returns the words of a panic, if it has any.
+pub fn words_of(panic: &(dyn Any + Send)) -> Option<String> {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned())
 }
 
 /// Returns the text that `f` logs on this thread.

@@ -13,10 +13,7 @@ use brimful_plan::split;
 use tch::nn::{self, ModuleT, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use super::{
-    Named, Update, assert_all_close, assert_close, copies, gradients, set_values, test_device,
-    variables,
-};
+use super::{Named, gradients, set_values, test_device, variables};
 
 const DOUBLE: (Kind, Device) = (Kind::Double, Device::Cpu);
 
@@ -67,16 +64,6 @@ pub const GPT: Case = Case {
     target: |n| Tensor::randint(VOCABULARY, [n, SEQUENCE], (Kind::Int64, Device::Cpu)),
     loss: token_loss,
     shows_cut: true,
-};
-
-/// With recurrent layers.
-pub const LSTM: Case = Case {
-    name: "lstm",
-    layers: lstm,
-    input: |n| Tensor::randn([n, SEQUENCE, 4], DOUBLE),
-    target: classes,
-    loss: cross_entropy,
-    shows_cut: false,
 };
 
 pub const CASES: [Case; 4] = [MLP, CNN, U_NET, GPT];
@@ -169,28 +156,6 @@ fn gpt() -> Layers {
         })
 }
 
-fn lstm() -> Layers {
-    let recurrent = |inputs| {
-        move |p: &Path| {
-            let lstm = nn::lstm(p, inputs, WIDTH, Default::default());
-            nn::func(move |x| {
-                let zero = Tensor::zeros([1, x.size()[0], WIDTH], (x.kind(), x.device()));
-                let state = nn::LSTMState((zero.shallow_clone(), zero));
-                nn::RNN::seq_init(&lstm, x, &state).0
-            })
-        }
-    };
-    Layers::new()
-        .add("lstm1", recurrent(4))
-        .add("fc1", linear(WIDTH, WIDTH))
-        .add_fn("tanh1", |x| x.tanh())
-        .add("lstm2", recurrent(WIDTH))
-        .add_fn("last", |x| x.select(1, -1))
-        .add("fc2", linear(WIDTH, WIDTH))
-        .add_fn("tanh2", |x| x.tanh())
-        .add("fc3", linear(WIDTH, 3))
-}
-
 fn classes(n: i64) -> Tensor {
     Tensor::randint(3, [n], (Kind::Int64, Device::Cpu))
 }
@@ -210,6 +175,12 @@ fn token_loss(out: Tensor, y: &Tensor) -> Loss {
 pub fn builder(layers: Layers, devices: usize) -> Builder {
     let device = |_| DeviceSpec::from(test_device()).threads(1);
     Pipeline::builder(layers).devices((0..devices).map(device)).kind(Kind::Double)
+}
+
+/// Builds such a pipeline, which cuts a mini-batch into this many micro-batches.
+pub fn piped(layers: Layers, devices: usize, micro_batches: usize) -> Pipeline {
+    let builder = builder(layers, devices).micro_batches(MicroBatches::Count(micro_batches));
+    builder.build().expect("a pipeline")
 }
 
 /// Returns the model's outputs for a batch cut with its own size.
@@ -235,14 +206,6 @@ pub struct Cut {
 pub struct Piece {
     pub rows: Range<usize>,
     pub rng: StepRng,
-}
-
-impl Cut {
-    /// Returns the samples of each replica: near-equal parts, and none if there are too few.
-    fn shares(self) -> Vec<usize> {
-        let more = |replica| self.samples + self.replicas - 1 - replica;
-        (0..self.replicas).map(|replica| more(replica) / self.replicas).collect()
-    }
 }
 
 /// Returns the seed that a step would draw.
@@ -368,110 +331,6 @@ pub fn of_all(out: &Tensor) -> Tensor {
 pub fn built(builder: Builder, what: &str) -> Pipeline {
     tch::manual_seed(7);
     builder.build().unwrap_or_else(|error| panic!("{what}: {error}"))
-}
-
-/// Step of the plain model, and its results.
-struct PlainStep {
-    seed: u64,
-    loss: f64,
-    gradients: Named,
-    values: Named,
-}
-
-/// Three steps of Adam of the plain model, and an evaluation: the reference for all pipelines with one cut.
-pub struct PlainRun<'a> {
-    case: &'a Case,
-    cut: Cut,
-    pub first: Named,
-    steps: Vec<PlainStep>,
-    answer: Tensor,
-}
-
-impl<'a> PlainRun<'a> {
-    /// Runs the reference for each pair of samples and micro-batches, over this many replicas.
-    pub fn of_cuts(case: &'a Case, replicas: usize, cuts: &[(usize, usize)]) -> Vec<Self> {
-        let cut = |&(samples, micro_batches)| Cut { samples, replicas, micro_batches };
-        cuts.iter().map(|sizes| Self::new(case, cut(sizes))).collect()
-    }
-
-    fn new(case: &'a Case, cut: Cut) -> Self {
-        let layers = (case.layers)();
-        let mut plain = Plain::of(&layers, &built(builder(layers.clone(), 1), case.name));
-        let first = copies(&plain.values());
-        let steps = (0..3).map(|number| {
-            let (x, y) = case.data(cut.samples, number);
-            let seed = drawn_seed();
-            let loss = plain.backward_pieces(case, &x, &y, &case.pieces(cut, Some(seed)));
-            let gradients = copies(&plain.gradients());
-            plain.optimizer.update();
-            PlainStep { seed, loss, gradients, values: copies(&plain.values()) }
-        });
-        let steps = steps.collect();
-        let answer = plain.answer(&case.data(cut.samples, 3).0);
-        Self { case, cut, first, steps, answer }
-    }
-
-    /// Runs a pipeline through the same steps and compares at each.
-    pub fn compare(&self, pipe: &mut Pipeline, what: &str) {
-        let Self { case, cut, .. } = self;
-        let what = format!("{what}, {}/{}", cut.samples, cut.micro_batches);
-        pipe.set_variables(copies(&self.first)).expect("the same variables");
-        pipe.set_micro_batches(MicroBatches::Count(cut.micro_batches));
-        let mut optimizer = pipe.optimizer(Adam::new(0.01)).expect("an optimizer");
-        for (number, expected) in (0..).zip(&self.steps) {
-            let what = format!("{what}, step {number}");
-            let (x, y) = case.data(cut.samples, number);
-            let step = pipe.backward(&x, &y, case.loss_and_outputs());
-            let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
-            assert_eq!(step.seed, Some(expected.seed), "{what}");
-            let off = (step.loss - expected.loss).abs();
-            assert!(off < 1e-10, "{what}: {} not {}", step.loss, expected.loss);
-            assert_eq!((step.samples, &step.shares), (cut.samples, &cut.shares()), "{what}");
-            assert_eq!(step.outputs.size()[0], cut.samples as i64, "{what}");
-            let spans = step.timeline.expect("a pipeline's").spans;
-            assert_eq!(spans.len(), pipe.devices().len(), "{what}");
-            assert_close(&pipe.gradients().expect("gradients"), &expected.gradients, &what);
-            optimizer.update();
-            assert_close(&pipe.variables().expect("variables"), &expected.values, &what);
-        }
-        let (x, _) = case.data(cut.samples, 3);
-        for micro_batches in [1, cut.micro_batches + 1] {
-            let out = eval(pipe, &x, MicroBatches::Count(micro_batches)).expect("an evaluation");
-            assert!(!out.requires_grad(), "{what}");
-            assert_all_close(&out, &self.answer, &what);
-        }
-    }
-}
-
-/// Compares a loss on all outputs, of a pipeline in one step and in two calls, with the plain model.
-pub fn compare_whole(case: &Case, builder: Builder, cut: Cut, what: &str) {
-    let builder =
-        builder.replicas(cut.replicas).micro_batches(MicroBatches::Count(cut.micro_batches));
-    let mut pipe = built(builder, what);
-    let plain = Plain::of(&(case.layers)(), &pipe);
-    let (x, _) = case.data(cut.samples, 0);
-    let step = pipe.backward_whole(&x, |out| of_all(out));
-    let step = step.unwrap_or_else(|error| panic!("{what}: {error}"));
-    let here = x.to_device(test_device());
-    let outputs = plain.outputs(&here, &case.pieces(cut, step.seed));
-    let expected = of_all(&outputs);
-    expected.backward();
-    let value = expected.double_value(&[]);
-    assert!((step.loss - value).abs() < 1e-9, "{what}: {} not {value}", step.loss);
-    assert_eq!(step.terms, [step.loss], "{what}");
-    assert_eq!((step.samples, &step.shares), (cut.samples, &cut.shares()), "{what}");
-    assert!(!step.outputs.requires_grad(), "{what}");
-    assert_eq!(step.outputs.tensors().len(), 1, "{what}");
-    assert_all_close(&step.outputs, &outputs, what);
-    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), what);
-
-    pipe.zero_grad().expect("cleared");
-    let (x, _) = case.data(cut.samples, 0);
-    let out = pipe.forward(&x).expect("a forward");
-    of_all(&out).backward();
-    let again = pipe.backward_from(out).unwrap_or_else(|error| panic!("{what}: {error}"));
-    assert_eq!(again.seed, step.seed, "{what}");
-    assert_close(&pipe.gradients().expect("gradients"), &plain.gradients(), what);
 }
 
 /// Runs a user-defined optimizer's step on all variables that have a gradient.
