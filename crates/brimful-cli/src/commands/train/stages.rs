@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use brimful::internal::is_offloadable;
 use brimful::schedule::{Recompute, Schedule};
 use clap::{Args, ValueEnum};
 use tch::Kind;
 
-use super::offload::{OffloadArgument, is_offloadable};
+use super::offload::OffloadArgument;
 use crate::exit::{ensure_unsaid, ensure_use};
 use crate::setting::{self, NumberType, shown_as_given, words};
 

@@ -6,11 +6,13 @@ use tch::Tensor;
 
 use crate::balance::Balance;
 use crate::pipeline::error::PipelineError;
+use crate::pipeline::offload::DEVICE_BUFFERS;
 use crate::{Layers, Result};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::plan::PlanRow;
 use brimful_plan::schedule::{
-    ActionKind, Actions, DeviceId, Location, Recompute, StageLocation, TransferKind, Transfers,
+    ActionKind, Actions, DeviceId, Location, Recompute, Schedule, StageLocation, TransferKind,
+    Transfers,
 };
 
 /// Location of the stages' weights, gradients and optimizer state between their uses.
@@ -138,6 +140,12 @@ pub(crate) fn recompute_at_least(
         Recompute::Never | Recompute::ExceptLast if is_run_again => least,
         asked => asked,
     }
+}
+
+/// Returns whether offloaded stages can run this schedule. A split backward allows at most two stages on a device, one
+/// for each device buffer.
+pub fn is_offloadable(schedule: Schedule) -> bool {
+    !schedule.splits_backward() || schedule.stages_per_device() <= DEVICE_BUFFERS
 }
 
 impl From<Vec<Location>> for Offload {

@@ -9,7 +9,6 @@ use tch::Tensor;
 use super::Builder;
 use super::offload::{Offload, Sample};
 use super::search;
-use crate::Result;
 use crate::accumulate::{gradient_factor, sums_apart};
 use crate::batch;
 use crate::measure::measure_of_kind;
@@ -19,6 +18,7 @@ use crate::pipeline::error::PipelineError;
 use crate::pipeline::offload::measure_host_link;
 use crate::step::MicroBatches;
 use crate::workers::{DeviceSpec, resolved};
+use crate::{Layers, Result};
 use brimful_plan::balance::{LayerCost, Profile};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::plan::{PlanDevice, PlanRow, Request, plan};
@@ -129,7 +129,7 @@ impl Builder {
             profile,
             memory,
             host: host.map(|host| host.0),
-            trained: trained_share(self)?,
+            trained: trained_share(&self.layers)?,
             copies,
         };
         planner.settle()
@@ -182,8 +182,8 @@ pub fn free_host_bytes() -> Result<u64> {
 }
 
 /// Returns the share of the parameters that is trained: with LoRA a small one.
-fn trained_share(builder: &Builder) -> Result<f64> {
-    let shapes = builder.layers.variable_shapes()?;
+pub fn trained_share(layers: &Layers) -> Result<f64> {
+    let shapes = layers.variable_shapes()?;
     let numbers = |which: fn(&str) -> bool| -> i64 {
         let of_these = shapes.iter().filter(|(name, _)| which(name));
         of_these.map(|(_, shape)| shape.iter().product::<i64>()).sum()
