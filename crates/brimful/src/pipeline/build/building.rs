@@ -196,7 +196,7 @@ impl Builder {
 }
 
 /// Returns the number of workers that so many stages need.
-fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usize> {
+pub(super) fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usize> {
     let per_device = schedule.stages_per_device();
     if per_device == 0 || !stages.is_multiple_of(per_device) {
         return Err(PipelineError::UnevenStages { stages, per_device }.into());

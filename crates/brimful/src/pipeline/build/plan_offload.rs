@@ -7,6 +7,7 @@ use brimful_torch::threads::limit_threads;
 use tch::Tensor;
 
 use super::Builder;
+use super::building::workers_for;
 use super::offload::{Offload, Sample};
 use super::search;
 use crate::accumulate::{gradient_factor, sums_apart};
@@ -96,18 +97,22 @@ impl Builder {
     /// one for averaged weights ([`ema`](crate::Pipeline::ema)), one for gradients that are accumulated over mini-batches.
     ///
     /// # Errors
-    /// When there is no [sample](Self::sample), a layer cannot be measured, or the pipeline has several replicas or
-    /// ranks, which would each make a plan of their own.
+    /// When the pipeline cannot be built, there is no [sample](Self::sample), a layer cannot be measured, or the
+    /// pipeline has several replicas or ranks, which would each make a plan of their own.
     pub fn plan_offload(
         &self,
         copies: usize,
         measured: impl FnMut(&LayerCost),
     ) -> Result<OffloadPlan> {
+        self.check()?;
         if self.world.size() * self.replicas > 1 {
             return Err(PipelineError::OffloadOfSeveral.into());
         }
         let sample = self.sample.as_ref().ok_or(PipelineError::NoSample)?;
         let devices = resolved(self.devices.clone())?;
+        if let Some(stages) = self.balance.stages() {
+            workers_for(self.order(), stages, devices.len())?;
+        }
         let (gpu, host) = match self.offload {
             Offload::Auto { gpu, host } => (gpu, host),
             _ => (None, None),
@@ -160,7 +165,8 @@ impl Builder {
     ) -> Result<Profile> {
         // Uses as many threads as the worker will: with all of the caller's, layers would seem faster.
         let _threads = device.threads.map(limit_threads);
-        let (loss, targets) = (sample.loss, Mutex::new(sample.targets.to_device(device.device)));
+        let targets = Mutex::new(sample.targets.f_to_device(device.device)?);
+        let loss = sample.loss;
         let layers = self.layers.clone().add_fn(LOSS, move |outputs| {
             let targets = targets.lock().unwrap_or_else(PoisonError::into_inner);
             // Some measurements use only part of the micro-batch.
