@@ -38,7 +38,8 @@ pub enum Offload {
     Auto {
         /// Bytes of each device; `None` for its memory limit, or else a GPU's free memory.
         gpu: Option<Bytes>,
-        /// Bytes of host memory; `None` for nine tenths of what is free.
+        /// Bytes of host memory; `None` for those of a limited [host arena](super::Builder::host), or else nine tenths
+        /// of what is free.
         host: Option<Bytes>,
     },
 }

@@ -228,7 +228,7 @@ impl OffloadPlanner<'_> {
             return Ok(OffloadPlan::Device);
         }
         request.host_link = measure_host_link(self.device.device)?;
-        request.host_memory = Some(self.host.map_or_else(free_host_bytes, Ok)?);
+        request.host_memory = Some(self.host_bytes()?);
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(self.batch_size)];
@@ -239,6 +239,14 @@ impl OffloadPlanner<'_> {
         }
         // If even that does not fit, the step reports the missing bytes.
         Ok(OffloadPlan::Host)
+    }
+
+    /// Returns the bytes of host memory that a plan may use.
+    fn host_bytes(&self) -> Result<u64> {
+        match (self.host, self.builder.host_arena_bytes()) {
+            (Some(given), Some(free)) => Ok(given.min(free)),
+            (given, free) => given.or(free).map_or_else(free_host_bytes, Ok),
+        }
     }
 
     fn request(&self) -> Request<'_> {
