@@ -204,6 +204,11 @@ fn loss(logits: &Tensor, tokens: &Tensor) -> Tensor {
     rows.cross_entropy_for_logits(&tokens.view([-1]))
 }
 
+/// Returns the reason of a placement that a plan chose stage by stage, with its boundaries.
+fn reason(plan: &OffloadPlan) -> Option<String> {
+    matches!(plan, OffloadPlan::Planned { .. }).then(|| plan.to_string())
+}
+
 struct Contestant<'a> {
     options: &'a OffloadOptions,
     offload: OffloadArgument,
@@ -223,7 +228,7 @@ impl<'a> Contestant<'a> {
             }
             _ => None,
         };
-        let why = planned.as_ref().map(OffloadPlan::to_string).filter(|why| !why.is_empty());
+        let why = planned.as_ref().and_then(reason);
         let builder = match (planned, offload) {
             (Some(OffloadPlan::Planned { row, .. }), _) => builder()?.plan(&row),
             (Some(OffloadPlan::Device), _) | (None, OffloadArgument::Device) => builder()?,
@@ -340,4 +345,16 @@ struct OffloadRow {
     losses: [f64; 2],
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_limit: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Otherwise the row would have a plan that nobody made, and `--device-boundaries` would have no effect.
+    #[test]
+    fn what_was_not_planned_stage_by_stage_has_no_reason() {
+        assert_eq!(reason(&OffloadPlan::Host), None);
+        assert_eq!(reason(&OffloadPlan::Device), None);
+    }
 }
