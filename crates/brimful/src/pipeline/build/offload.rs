@@ -33,8 +33,19 @@ pub enum Offload {
     /// One location per stage, in order.
     Each(Vec<Location>),
     /// Offloads as many stages as needed for the shortest step within the memory of devices and host. Recomputes
-    /// activations where the memory that this saves lets more stages stay on the device. Measures the layers with [`Builder::sample`](super::Builder::sample). A model
-    /// that fits stays on its devices.
+    /// activations where the memory that this saves lets more stages stay on the device. Measures the layers with
+    /// [`Builder::sample`](super::Builder::sample), and counts the optimizer's state only if it is
+    /// [reserved](super::Builder::reserve).
+    ///
+    /// A model that fits stays on its devices, in the balance that was found to fit. For one that does not fit, the
+    /// plan chooses balance, schedule and boundaries, and which stages recompute their activations, in place of
+    /// [`Builder::boundaries`](super::Builder::boundaries) and [`Builder::recompute`](super::Builder::recompute). The
+    /// number of micro-batches stays.
+    ///
+    /// [`Builder::balance`](super::Builder::balance) and [`Builder::schedule`](super::Builder::schedule) stay too: with
+    /// either, all stages are offloaded if the model does not fit, and otherwise none. A schedule that splits the
+    /// backward of more than two stages per device cannot be offloaded. With exact BatchNorms, all stages are
+    /// offloaded if weights, gradients and optimizer state do not fit, and otherwise none.
     Auto {
         /// Bytes of each device; `None` for its memory limit, or else a GPU's free memory.
         gpu: Option<Bytes>,
