@@ -162,13 +162,16 @@ impl OffloadOptions {
     }
 
     /// Returns a builder of the pipeline, in stages of a block each.
-    fn builder(&self, device: Device, offload: OffloadArgument) -> Result<Builder> {
+    fn staged(&self, device: Device, offload: OffloadArgument) -> Result<Builder> {
         let balance = self.balance();
         let schedule = breadth_first(&balance);
+        Ok(self.builder(device, offload)?.balance(balance).schedule(schedule))
+    }
+
+    /// Returns a builder of the pipeline without balance and schedule.
+    fn builder(&self, device: Device, offload: OffloadArgument) -> Result<Builder> {
         let builder = Pipeline::builder(self.layers())
             .devices(accounts(&[device], self.memory_limit)?.into_iter().map(DeviceSpec::from))
-            .balance(balance)
-            .schedule(schedule)
             .recompute(Recompute::Always)
             .kind(Kind::BFloat16)
             .reserve(self.method())
@@ -186,11 +189,10 @@ impl OffloadOptions {
         let micro_batch = Tensor::randint(VOCABULARY, tokens, (Kind::Int64, device));
         let layers = self.layers().len() + 1;
         // The targets are tokens too.
-        let sampled = builder.offload(Offload::Auto { gpu: None, host: None }).sample(
-            (&micro_batch, &micro_batch),
-            loss,
-            self.sequences as usize * most,
-        );
+        let sampled = builder
+            .offload(Offload::Auto { gpu: None, host: None })
+            .micro_batches(MicroBatches::Count(most))
+            .sample((&micro_batch, &micro_batch), loss, self.sequences as usize * most);
         Ok(sampled.plan_offload(0, begin_measuring(layers, device))?)
     }
 }
@@ -202,6 +204,11 @@ fn breadth_first(balance: &[usize]) -> Schedule {
 fn loss(logits: &Tensor, tokens: &Tensor) -> Tensor {
     let rows = logits.view([-1, VOCABULARY]).to_kind(Kind::Float);
     rows.cross_entropy_for_logits(&tokens.view([-1]))
+}
+
+/// Returns the reason of a placement that a plan chose stage by stage, with its boundaries.
+fn reason(plan: &OffloadPlan) -> Option<String> {
+    matches!(plan, OffloadPlan::Planned { .. }).then(|| plan.to_string())
 }
 
 struct Contestant<'a> {
@@ -217,17 +224,18 @@ impl<'a> Contestant<'a> {
     fn new(options: &'a OffloadOptions, device: Device, offload: OffloadArgument) -> Result<Self> {
         let parameters = options.layers().parameter_count()?;
         let builder = || options.builder(device, offload);
+        let staged = || options.staged(device, offload);
         let planned = match offload {
             OffloadArgument::Auto | OffloadArgument::AutoInBackward => {
                 Some(options.plan(builder()?, device)?)
             }
             _ => None,
         };
-        let why = planned.as_ref().map(OffloadPlan::to_string).filter(|why| !why.is_empty());
+        let why = planned.as_ref().and_then(reason);
         let builder = match (planned, offload) {
             (Some(OffloadPlan::Planned { row, .. }), _) => builder()?.plan(&row),
-            (Some(OffloadPlan::Device), _) | (None, OffloadArgument::Device) => builder()?,
-            _ => builder()?.offload(Offload::Host),
+            (Some(OffloadPlan::Device), _) | (None, OffloadArgument::Device) => staged()?,
+            _ => staged()?.offload(Offload::Host),
         };
         let builder = match options.update.device_boundaries && why.is_none() {
             true => builder.boundaries(Location::Device),
@@ -340,4 +348,16 @@ struct OffloadRow {
     losses: [f64; 2],
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_limit: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Otherwise the row would have a plan that nobody made, and `--device-boundaries` would have no effect.
+    #[test]
+    fn what_was_not_planned_stage_by_stage_has_no_reason() {
+        assert_eq!(reason(&OffloadPlan::Host), None);
+        assert_eq!(reason(&OffloadPlan::Device), None);
+    }
 }

@@ -136,18 +136,26 @@ impl Optimizer {
     /// When a step was taken already, or the group exists. No group is created then.
     pub fn decay_only_matrices(&mut self) -> Result<()> {
         let mut parts = self.parts.lock()?;
-        let vectors = parts.all(settled_optimizer, |part| {
-            part.check_group(NO_DECAY_GROUP, &[], &part.default_method())?;
-            Ok(part.vectors())
+        let read = parts.all(settled_optimizer, |part| {
+            let method = part.default_method();
+            part.check_group(NO_DECAY_GROUP, &[], &method)?;
+            Ok((part.vectors(), method))
         });
+        // The vote exchanges only names: whatever can fail has been read before it.
+        let (vectors, method) = match read {
+            Ok(read) => {
+                let method = read[0].1;
+                (Ok(read.into_iter().map(|(vectors, _)| vectors).collect()), Some(method))
+            }
+            Err(error) => (Err(error), None),
+        };
         let vectors = parts.ranks.of_workers("weight decay", vectors)?;
         let vectors: HashSet<String> = vectors.into_iter().flatten().collect();
-        if vectors.is_empty() {
+        let Some(method) = method.filter(|_| !vectors.is_empty()) else {
             return Ok(());
-        }
-        let methods = parts.all(settled_optimizer, |part| Ok(part.default_method()))?;
+        };
         drop(parts);
-        self.group(NO_DECAY_GROUP, |name| vectors.contains(name), methods[0].without_decay())
+        self.group(NO_DECAY_GROUP, |name| vectors.contains(name), method.without_decay())
     }
 
     /// Updates every parameter that has a gradient, on all devices or on none. Those without one, and frozen ones,

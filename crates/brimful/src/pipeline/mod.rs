@@ -59,9 +59,9 @@ use std::time::Duration;
 
 use tch::Device;
 
-#[doc(hidden)]
-pub use build::free_host_bytes;
 pub use build::{BalanceBy, Builder, Offload, OffloadPlan};
+#[doc(hidden)]
+pub use build::{free_host_bytes, is_offloadable, trained_share};
 pub use calls::{ModelOutput, Outputs};
 pub use error::PipelineError;
 #[doc(hidden)]

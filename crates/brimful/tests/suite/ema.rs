@@ -4,12 +4,12 @@
 
 use crate::support::pipeline_cases::{CASES, CNN, Plain, builder, mlp, piped};
 use crate::support::{
-    Named, Update, assert_close, assert_fails, copies, numbers_there, set_values, test_device,
-    variables,
+    Named, Update, assert_close, assert_fails, assert_same, copies, numbers_there, set_values,
+    test_device, variables,
 };
 use brimful::memory::Arena;
 use brimful::optim::{Ema, OptimError, Optimizer, Sgd};
-use brimful::{Error, MicroBatches, Pipeline};
+use brimful::{DeviceSpec, Error, MicroBatches, Pipeline};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -270,6 +270,27 @@ fn a_pipeline_is_judged_with_its_averages_and_trains_on_with_its_own_weights() {
         assert_eq!(judged(&mut pipe), last, "{}", case.name);
         assert_ne!(first, last, "{}", case.name);
     }
+}
+
+/// A second handle replaces the averages of the first one, on all workers or on none.
+#[test]
+fn averages_that_cannot_be_made_leave_earlier_ones() {
+    if test_device() != Device::Cpu {
+        return;
+    }
+    let arenas = ["first", "second"].map(Arena::new);
+    let devices = arenas.clone().map(|arena| DeviceSpec::from(arena).threads(1));
+    let mut pipe = builder(mlp(), 2).devices(devices).build().expect("a pipeline");
+    let ema = pipe.ema(0.9).expect("averages");
+    let before = ema.state().expect("a state").0;
+    let moved = pipe.variables().expect("variables").into_iter();
+    let moved = moved.map(|(name, value)| (name, value.detach() + 0.5)).collect();
+    pipe.set_variables(moved).expect("set");
+    arenas[1].fail_from_nth_allocation(1);
+    let error = pipe.ema(0.9).map(drop).expect_err("too little memory on the second device");
+    assert!(error.out_of_memory().is_some(), "{error}");
+    arenas[1].fail_nth_allocation(0);
+    assert_same("averages", &before, &ema.state().expect("a state").0);
 }
 
 #[test]

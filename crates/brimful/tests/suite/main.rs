@@ -23,6 +23,7 @@ mod memory_format;
 #[cfg(feature = "mpi")]
 mod mpi_messages;
 mod offload;
+mod offload_auto;
 mod offload_memory;
 mod optim;
 mod order_of_modules;

@@ -445,6 +445,20 @@ fn what_differs_is_told_to_every_rank() {
     });
 }
 
+/// A rank that cannot plan takes part in the handshake, so no rank waits for it.
+#[test]
+fn automatic_offload_on_one_rank_is_told_to_all() {
+    in_ranks(2, |world| {
+        let offload = match world.rank() {
+            0 => Offload::Device,
+            _ => Offload::Auto { gpu: None, host: None },
+        };
+        let built = builder(&MLP, &world, 1).offload(offload).build();
+        assert_fails(built, &["Offload::Auto plans one pipeline in one process"]);
+        builder(&MLP, &world, 1).build().expect("ranks that agree");
+    });
+}
+
 #[test]
 fn pipelines_that_train_different_parameters_are_all_reported() {
     in_ranks(2, |world| {

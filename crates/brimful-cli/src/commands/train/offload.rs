@@ -2,8 +2,7 @@
 
 use anyhow::Result;
 use brimful::balance;
-use brimful::internal::gradient_factor;
-use brimful::nn::Lora;
+use brimful::internal::{gradient_factor, is_offloadable, trained_share};
 use brimful::pipeline::{BalanceBy, Builder, Offload, OffloadPlan};
 use brimful::schedule::Schedule;
 use brimful::{Layers, Pipeline, World};
@@ -119,23 +118,6 @@ pub(super) fn builder(
             Pipeline::builder(layers).balance(balance).schedule(schedule)
         }
     })
-}
-
-/// Returns the share of the parameters that is trained: with LoRA a small one.
-fn trained_share(layers: &Layers) -> Result<f64> {
-    let shapes = layers.variable_shapes()?;
-    let numbers = |which: fn(&str) -> bool| -> i64 {
-        let of_these = shapes.iter().filter(|(name, _)| which(name));
-        of_these.map(|(_, shape)| shape.iter().product::<i64>()).sum()
-    };
-    let (added, all) = (numbers(Lora::is_adapter), numbers(|_| true));
-    Ok(if added == 0 { 1.0 } else { added as f64 / all as f64 })
-}
-
-/// Returns whether offloaded stages can run this schedule. A split backward allows at most two stages on a device, one
-/// for each device buffer.
-pub(super) fn is_offloadable(schedule: Schedule) -> bool {
-    !schedule.splits_backward() || schedule.stages_per_device() <= 2
 }
 
 /// Returns whether offloading cannot be planned stage by stage: ranks and replicas would each measure their own plan,

@@ -6,13 +6,14 @@ use std::time::Duration;
 use std::{env, fmt};
 
 use anyhow::Result;
+use brimful::internal::is_offloadable;
 use brimful::schedule::{Recompute, Schedule};
 use brimful::{Bytes, MicroBatches, World, device};
 use clap::{Args, ValueEnum};
 use tch::{Device, Kind};
 
 use super::checkpoints::kept_beside;
-use super::offload::{OffloadArgument, is_offloadable};
+use super::offload::OffloadArgument;
 use super::recipe::Recipe;
 use crate::config::run_flags::GivenFlags;
 use crate::exit::{ensure_unsaid, ensure_use, wrong_use};

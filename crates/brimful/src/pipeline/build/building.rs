@@ -7,7 +7,9 @@ use std::time::Duration;
 use tch::{Device, Kind};
 
 use super::Builder;
-use super::offload::{bring_together, check_offloaded_graphs, recompute_at_least, stage_locations};
+use super::offload::{
+    Offload, bring_together, check_offloaded_graphs, recompute_at_least, stage_locations,
+};
 use super::roster::Roster;
 use super::search::{Question, ResolvedBalance};
 use crate::Result;
@@ -37,7 +39,8 @@ impl Builder {
     /// When the layers, balance, devices, schedule and number of micro-batches do not fit together, a
     /// device does not exist, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
-        let builder = self.settle_offload()?;
+        // Ranks do not plan, and refuse to in the handshake.
+        let builder = if self.world.size() == 1 { self.settle_offload()? } else { self };
         // Not `?`: a rank that cannot build reports that in the handshake, where the others wait for it.
         let request = builder.bring();
         let (replicas_here, replicas) = builder.replicas_here_and_of_ranks();
@@ -179,6 +182,9 @@ impl Builder {
     /// Returns this rank's devices, and the settings that must be equal on all ranks.
     fn bring(&self) -> Result<(Vec<DeviceSpec>, String)> {
         self.check()?;
+        if let Offload::Auto { .. } = self.offload {
+            return Err(PipelineError::OffloadOfSeveral.into());
+        }
         let mut devices = resolved(self.devices.clone())?;
         if self.size.is_automatic() {
             devices = devices.into_iter().map(DeviceSpec::counted).collect();
@@ -196,7 +202,7 @@ impl Builder {
 }
 
 /// Returns the number of workers that so many stages need.
-fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usize> {
+pub(super) fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usize> {
     let per_device = schedule.stages_per_device();
     if per_device == 0 || !stages.is_multiple_of(per_device) {
         return Err(PipelineError::UnevenStages { stages, per_device }.into());

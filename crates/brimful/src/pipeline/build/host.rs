@@ -103,13 +103,15 @@ impl Builder {
     }
 
     fn free_host_bytes(&self) -> Result<u64> {
-        let limit = self
-            .host
-            .as_ref()
-            .and_then(|arena| Some(arena.limit()?.saturating_sub(arena.current())));
-        match limit {
+        match self.host_arena_bytes() {
             Some(free) => Ok(free),
             None => Ok(memory::host()?.available.0),
         }
+    }
+
+    /// Returns the free bytes of the host's arena, if it has a limit.
+    pub(super) fn host_arena_bytes(&self) -> Option<u64> {
+        let arena = self.host.as_ref()?;
+        Some(arena.limit()?.saturating_sub(arena.current()))
     }
 }

@@ -12,6 +12,6 @@ mod search;
 
 pub use balance::BalanceBy;
 pub use builder::Builder;
-pub use offload::Offload;
+pub use offload::{Offload, is_offloadable};
 pub(crate) use offload::{check_offloaded_graphs, recompute_at_least};
-pub use plan_offload::{OffloadPlan, free_host_bytes};
+pub use plan_offload::{OffloadPlan, free_host_bytes, trained_share};

@@ -6,11 +6,13 @@ use tch::Tensor;
 
 use crate::balance::Balance;
 use crate::pipeline::error::PipelineError;
+use crate::pipeline::offload::DEVICE_BUFFERS;
 use crate::{Layers, Result};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::plan::PlanRow;
 use brimful_plan::schedule::{
-    ActionKind, Actions, DeviceId, Location, Recompute, StageLocation, TransferKind, Transfers,
+    ActionKind, Actions, DeviceId, Location, Recompute, Schedule, StageLocation, TransferKind,
+    Transfers,
 };
 
 /// Location of the stages' weights, gradients and optimizer state between their uses.
@@ -31,12 +33,24 @@ pub enum Offload {
     /// One location per stage, in order.
     Each(Vec<Location>),
     /// Offloads as many stages as needed for the shortest step within the memory of devices and host. Recomputes
-    /// activations where the memory that this saves lets more stages stay on the device. Measures the layers with [`Builder::sample`](super::Builder::sample). A model
-    /// that fits stays on its devices.
+    /// activations where the memory that this saves lets more stages stay on the device. Measures the layers with
+    /// [`Builder::sample`](super::Builder::sample), and counts the optimizer's state only if it is
+    /// [reserved](super::Builder::reserve).
+    ///
+    /// A model that fits stays on its devices, in the balance that was found to fit. For one that does not fit, the
+    /// plan chooses balance, schedule and boundaries, and which stages recompute their activations, in place of
+    /// [`Builder::boundaries`](super::Builder::boundaries) and [`Builder::recompute`](super::Builder::recompute). The
+    /// number of micro-batches stays.
+    ///
+    /// [`Builder::balance`](super::Builder::balance) and [`Builder::schedule`](super::Builder::schedule) stay too: with
+    /// either, all stages are offloaded if the model does not fit, and otherwise none. A schedule that splits the
+    /// backward of more than two stages per device cannot be offloaded. With exact BatchNorms, all stages are
+    /// offloaded if weights, gradients and optimizer state do not fit, and otherwise none.
     Auto {
         /// Bytes of each device; `None` for its memory limit, or else a GPU's free memory.
         gpu: Option<Bytes>,
-        /// Bytes of host memory; `None` for nine tenths of what is free.
+        /// Bytes of host memory; `None` for those of a limited [host arena](super::Builder::host), or else nine tenths
+        /// of what is free.
         host: Option<Bytes>,
     },
 }
@@ -138,6 +152,12 @@ pub(crate) fn recompute_at_least(
         Recompute::Never | Recompute::ExceptLast if is_run_again => least,
         asked => asked,
     }
+}
+
+/// Returns whether offloaded stages can run this schedule. A split backward allows at most two stages on a device, one
+/// for each device buffer.
+pub fn is_offloadable(schedule: Schedule) -> bool {
+    !schedule.splits_backward() || schedule.stages_per_device() <= DEVICE_BUFFERS
 }
 
 impl From<Vec<Location>> for Offload {

@@ -7,9 +7,9 @@ use brimful_torch::threads::limit_threads;
 use tch::Tensor;
 
 use super::Builder;
-use super::offload::{Offload, Sample};
-use super::search;
-use crate::Result;
+use super::building::workers_for;
+use super::offload::{Offload, Sample, is_offloadable};
+use super::search::{self, Question, ResolvedBalance};
 use crate::accumulate::{gradient_factor, sums_apart};
 use crate::batch;
 use crate::measure::measure_of_kind;
@@ -19,9 +19,10 @@ use crate::pipeline::error::PipelineError;
 use crate::pipeline::offload::measure_host_link;
 use crate::step::MicroBatches;
 use crate::workers::{DeviceSpec, resolved};
+use crate::{Layers, Result};
 use brimful_plan::balance::{LayerCost, Profile};
 use brimful_plan::bytes::Bytes;
-use brimful_plan::plan::{PlanDevice, PlanRow, Request, plan};
+use brimful_plan::plan::{PlanDevice, PlanRow, PlannedStage, PlannedStep, Request, plan};
 use brimful_plan::schedule::Recompute;
 
 /// Share of a device's memory that a plan leaves free for the allocator's rounding and fragmentation.
@@ -40,9 +41,9 @@ const HALVINGS: u32 = 3;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum OffloadPlan {
-    /// Keeps the model on its devices, where it fits.
+    /// Keeps the model on its devices: it fits there, or its schedule cannot be offloaded.
     Device,
-    /// Offloads every stage, because no plan fits: this takes the least memory.
+    /// Offloads every stage: no plan fits, or the builder has a balance, a schedule or exact BatchNorms.
     Host,
     /// Offloads some stages.
     #[non_exhaustive]
@@ -80,7 +81,10 @@ impl fmt::Display for OffloadPlan {
 
 impl Builder {
     /// Sets the inputs and targets of a micro-batch, their loss, and the number of samples per mini-batch:
-    /// [`Offload::Auto`] measures the layers with them.
+    /// [`Offload::Auto`] measures the layers with them. It plans for the number of
+    /// [micro-batches](Self::micro_batches) that the builder has, whatever the size of this one; only if that number
+    /// is automatic, or given by tokens, for micro-batches of this size. The optimizer's state is part of the plan only
+    /// if the optimizer is [reserved](Self::reserve).
     pub fn sample(
         self,
         (inputs, targets): (&Tensor, &Tensor),
@@ -96,18 +100,31 @@ impl Builder {
     /// one for averaged weights ([`ema`](crate::Pipeline::ema)), one for gradients that are accumulated over mini-batches.
     ///
     /// # Errors
-    /// When there is no [sample](Self::sample), a layer cannot be measured, or the pipeline has several replicas or
-    /// ranks, which would each make a plan of their own.
+    /// When the pipeline cannot be built, there is no [sample](Self::sample), a layer cannot be measured, or the
+    /// pipeline has several replicas or ranks, which would each make a plan of their own.
     pub fn plan_offload(
         &self,
         copies: usize,
         measured: impl FnMut(&LayerCost),
     ) -> Result<OffloadPlan> {
+        Ok(self.resolve_offload(copies, measured)?.plan)
+    }
+
+    /// Plans as [`plan_offload`](Self::plan_offload); returns the judged balance too.
+    fn resolve_offload(
+        &self,
+        copies: usize,
+        measured: impl FnMut(&LayerCost),
+    ) -> Result<ResolvedOffload> {
+        self.check()?;
         if self.world.size() * self.replicas > 1 {
             return Err(PipelineError::OffloadOfSeveral.into());
         }
         let sample = self.sample.as_ref().ok_or(PipelineError::NoSample)?;
         let devices = resolved(self.devices.clone())?;
+        if let Some(stages) = self.balance.stages() {
+            workers_for(self.order(), stages, devices.len())?;
+        }
         let (gpu, host) = match self.offload {
             Offload::Auto { gpu, host } => (gpu, host),
             _ => (None, None),
@@ -118,21 +135,30 @@ impl Builder {
         };
         let Some(memory) = devices.iter().map(memory).collect::<Option<Vec<u64>>>() else {
             // A device without a limit has memory for everything.
-            return Ok(OffloadPlan::Device);
+            return Ok(OffloadPlan::Device.into());
         };
+        if !self.layers.exact_norms()?.is_empty() {
+            return Ok(self.by_fixed_bytes(copies, memory.iter().sum())?.into());
+        }
         let profile = self.profile_with_loss(&devices[0], sample, measured)?;
+        let batch_size = sample.batch_size;
+        let micro_batches = match self.size {
+            MicroBatches::Count(count) => count,
+            MicroBatches::Samples(samples) => batch_size.div_ceil(samples),
+            _ => batch_size.div_ceil(batch::len(&sample.inputs)?.max(1)),
+        };
         let planner = OffloadPlanner {
-            micro_batches: sample.batch_size.div_ceil(batch::len(&sample.inputs)?.max(1)),
+            micro_batches: micro_batches.min(batch_size),
             builder: self,
-            batch_size: sample.batch_size,
+            batch_size,
             device: &devices[0],
             profile,
             memory,
             host: host.map(|host| host.0),
-            trained: trained_share(self)?,
+            trained: trained_share(&self.layers)?,
             copies,
         };
-        planner.settle()
+        planner.resolve()
     }
 
     /// Replaces [`Offload::Auto`] by what is planned for it.
@@ -141,14 +167,32 @@ impl Builder {
             return Ok(self);
         }
         let size = self.size;
-        Ok(match self.plan_offload(0, |_| {})? {
-            OffloadPlan::Device => self.offload(Offload::Device),
-            OffloadPlan::Host => self.offload(Offload::Host),
-            OffloadPlan::Planned { row, .. } => match size {
-                MicroBatches::Count(_) => self.plan(&row),
-                size => self.plan(&row).micro_batches(size),
-            },
+        let ResolvedOffload { plan, resident } = self.resolve_offload(0, |_| {})?;
+        Ok(match (plan, resident) {
+            // Another balance could need more memory than the judged one.
+            (OffloadPlan::Device, Some(ResolvedBalance { balance, recipe })) => {
+                Self { recipe, ..self }.balance(balance).offload(Offload::Device)
+            }
+            (OffloadPlan::Device, None) => self.offload(Offload::Device),
+            (OffloadPlan::Host, _) => self.offload(Offload::Host),
+            (OffloadPlan::Planned { row, .. }, _) => self.plan(&row).micro_batches(size),
         })
+    }
+
+    /// Returns whether the builder has a balance or a schedule, so that a plan must not choose them.
+    fn has_own_stages(&self) -> bool {
+        self.schedule.is_some() || !self.balance.is_even()
+    }
+
+    /// Offloads everything if weights, gradients and optimizer state do not fit on the devices. Exact BatchNorms cut
+    /// stages of their own, whose waiting activations go to the host if necessary.
+    fn by_fixed_bytes(&self, copies: usize, memory: u64) -> Result<OffloadPlan> {
+        let weights = self.layers.parameter_count()? * self.kind.elt_size_in_bytes() as u64;
+        let gradient = gradient_factor(self.kind);
+        let state = self.reserved.map_or(0.0, |method| method.state_factor_in(self.kind));
+        let of_trained = gradient * (1.0 + copies as f64) + state;
+        let needed = weights as f64 * (1.0 + trained_share(&self.layers)? * of_trained);
+        Ok(if needed <= memory as f64 { OffloadPlan::Device } else { OffloadPlan::Host })
     }
 
     /// Measures the layers with this micro-batch; the loss counts as part of the last layer.
@@ -160,7 +204,8 @@ impl Builder {
     ) -> Result<Profile> {
         // Uses as many threads as the worker will: with all of the caller's, layers would seem faster.
         let _threads = device.threads.map(limit_threads);
-        let (loss, targets) = (sample.loss, Mutex::new(sample.targets.to_device(device.device)));
+        let targets = Mutex::new(sample.targets.f_to_device(device.device)?);
+        let loss = sample.loss;
         let layers = self.layers.clone().add_fn(LOSS, move |outputs| {
             let targets = targets.lock().unwrap_or_else(PoisonError::into_inner);
             // Some measurements use only part of the micro-batch.
@@ -182,14 +227,26 @@ pub fn free_host_bytes() -> Result<u64> {
 }
 
 /// Returns the share of the parameters that is trained: with LoRA a small one.
-fn trained_share(builder: &Builder) -> Result<f64> {
-    let shapes = builder.layers.variable_shapes()?;
+pub fn trained_share(layers: &Layers) -> Result<f64> {
+    let shapes = layers.variable_shapes()?;
     let numbers = |which: fn(&str) -> bool| -> i64 {
         let of_these = shapes.iter().filter(|(name, _)| which(name));
         of_these.map(|(_, shape)| shape.iter().product::<i64>()).sum()
     };
     let (added, all) = (numbers(Lora::is_adapter), numbers(|_| true));
     Ok(if added == 0 { 1.0 } else { added as f64 / all as f64 })
+}
+
+/// Plan, and the balance of its resident stages if it was judged.
+struct ResolvedOffload {
+    plan: OffloadPlan,
+    resident: Option<ResolvedBalance>,
+}
+
+impl From<OffloadPlan> for ResolvedOffload {
+    fn from(plan: OffloadPlan) -> Self {
+        Self { plan, resident: None }
+    }
 }
 
 /// Question of a plan, with the measured layers.
@@ -211,28 +268,73 @@ struct OffloadPlanner<'a> {
 }
 
 impl OffloadPlanner<'_> {
-    fn settle(&self) -> Result<OffloadPlan> {
-        let adapts =
-            !matches!(self.builder.size, MicroBatches::Samples(_) | MicroBatches::Count(_));
+    fn resolve(&self) -> Result<ResolvedOffload> {
+        let adapts = self.builder.size.is_automatic();
         let mut request = self.request();
         // An automatic size may go down to one sample.
         request.micro_batches = vec![if adapts { self.batch_size } else { self.micro_batches }];
-        let resident = plan(&request)?.rows.swap_remove(0);
-        if resident.fits {
-            return Ok(OffloadPlan::Device);
+        let resident = self.resident(&request)?;
+        let is_kept = self.builder.has_own_stages();
+        let stays = is_kept && !is_offloadable(self.builder.order());
+        if resident.fits || stays {
+            let PlanRow { balance, recipe, .. } = resident;
+            let resident = Some(ResolvedBalance { balance, recipe });
+            return Ok(ResolvedOffload { plan: OffloadPlan::Device, resident });
+        }
+        if is_kept {
+            return Ok(OffloadPlan::Host.into());
         }
         request.host_link = measure_host_link(self.device.device)?;
-        request.host_memory = Some(self.host.map_or_else(free_host_bytes, Ok)?);
+        request.host_memory = Some(self.host_bytes()?);
         let halvings = if adapts { HALVINGS } else { 0 };
         for micro_batches in (0..=halvings).map(|halving| self.micro_batches << halving) {
             request.micro_batches = vec![micro_batches.min(self.batch_size)];
             if let Some(row) = plan(&request)?.best() {
                 let (row, needed) = (Box::new(row.clone()), Bytes(resident.largest_peak()));
-                return Ok(OffloadPlan::Planned { row, needed, memory: Bytes(self.memory[0]) });
+                let memory = Bytes(self.memory[0]);
+                return Ok(OffloadPlan::Planned { row, needed, memory }.into());
             }
         }
         // If even that does not fit, the step reports the missing bytes.
-        Ok(OffloadPlan::Host)
+        Ok(OffloadPlan::Host.into())
+    }
+
+    /// Returns the step without offloaded stages: of the builder's balance, or of the best one if it has none.
+    fn resident(&self, request: &Request<'_>) -> Result<PlanRow> {
+        let Builder { balance, recompute_each, .. } = self.builder;
+        if balance.is_even() {
+            return Ok(plan(request)?.rows.swap_remove(0));
+        }
+        let limits: Vec<_> = self.memory.iter().copied().map(Some).collect();
+        let micro_batches = self.builder.usual_micro_batches(limits.len());
+        let question =
+            Question { builder: self.builder, first: self.device, limits: &limits, micro_batches };
+        let ResolvedBalance { balance, recipe } = question.resolve()?;
+        let (schedule, stages) = (self.builder.order(), balance.sizes().len());
+        let workers = workers_for(schedule, stages, limits.len())?;
+        // A device that no stage needs is left out.
+        let devices = request.devices[..workers].to_vec();
+        let request = Request { devices, ..request.clone() };
+        let like = plan(&request)?.rows.swap_remove(0);
+        let recompute =
+            |stage| recompute_each.get(stage).copied().unwrap_or(self.builder.recompute);
+        let row = PlanRow {
+            balance,
+            recipe: recipe.filter(|recipe| recipe.is_of(schedule, workers)),
+            stages: (0..stages).map(|stage| PlannedStage::resident(recompute(stage))).collect(),
+            ..like
+        };
+        let step = PlannedStep::new(&request, &row)?.simulation;
+        let judged = PlanRow::new(row.choice, row.balance, &step, &request.devices);
+        Ok(PlanRow { recipe: row.recipe, stages: row.stages, ..judged })
+    }
+
+    /// Returns the bytes of host memory that a plan may use.
+    fn host_bytes(&self) -> Result<u64> {
+        match (self.host, self.builder.host_arena_bytes()) {
+            (Some(given), Some(free)) => Ok(given.min(free)),
+            (given, free) => given.or(free).map_or_else(free_host_bytes, Ok),
+        }
     }
 
     fn request(&self) -> Request<'_> {

@@ -21,13 +21,16 @@ impl Pipeline {
         (self.workers.clone(), self.ranks.clone())
     }
 
-    /// Makes each worker's part of an optimizer of the parameters that the worker owns.
+    /// Makes each worker's part of an optimizer of the parameters that the worker owns. If one cannot be made, all
+    /// workers keep the parts of an earlier optimizer.
     pub(crate) fn make_optimizers(&self, method: Method) -> Result<()> {
         let make = move |worker: &mut Worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
             worker.offload_all()?;
-            let mut optimizer = OptimizerPart::of_named(named, method)?;
+            OptimizerPart::of_named(named, method)
+        };
+        let take = |worker: &mut Worker, mut optimizer: OptimizerPart| {
             if let Some(offloaded) = &mut worker.site.offloaded {
                 optimizer.set_offloaded(|name| offloaded.offload_of(name));
                 offloaded.forget_states();
@@ -35,10 +38,13 @@ impl Pipeline {
             worker.site.optimizer = Some(optimizer);
             Ok(())
         };
-        self.ranks.all_or_none("optimizer", || self.workers().all(make)).map(drop)
+        let workers = self.workers();
+        let parts = self.ranks.all_or_none("optimizer", || workers.all(make))?;
+        workers.each_or_error(parts, take).map(drop)
     }
 
-    /// Makes each worker's part of averages of the variables that the worker owns.
+    /// Makes each worker's part of averages of the variables that the worker owns. If one cannot be made, all workers
+    /// keep the parts of earlier averages.
     pub(crate) fn make_averages(&self, decay: f64) -> Result<()> {
         let make = |worker: &mut Worker| {
             worker.offload_all()?;
@@ -46,12 +52,17 @@ impl Pipeline {
             let named = owned.map(|v| (v.name.clone(), v.tensor.shallow_clone())).collect();
             let offloaded = worker.site.offloaded.as_ref();
             let arena = |name: &str| offloaded?.offload_of(name)?.arena;
-            worker.ema = Some(EmaPart::new(named, arena)?);
+            EmaPart::new(named, arena)
+        };
+        let take = |worker: &mut Worker, averages: EmaPart| {
+            worker.ema = Some(averages);
             Ok(())
         };
+        let workers = self.workers();
         // Within the vote: all ranks get the error of one.
-        let make = || check_decay(decay).and_then(|()| self.workers().all(make));
-        self.ranks.all_or_none("averages", make).map(drop)
+        let make = || check_decay(decay).and_then(|()| workers.all(make));
+        let parts = self.ranks.all_or_none("averages", make)?;
+        workers.each_or_error(parts, take).map(drop)
     }
 }
 

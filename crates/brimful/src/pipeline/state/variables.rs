@@ -20,7 +20,9 @@ impl Pipeline {
     /// Returns all variables with their names, in the order of the names, each on its stage's device. A
     /// shared variable appears once. They are the stages' own tensors: changing one changes the model, and
     /// the next step copies the change to every copy of a shared variable, in other stages and ranks too.
-    /// Writes through [`Tensor::data`] are not noticed, because libtorch does not count them as changes.
+    /// Writes through [`Tensor::data`] are not noticed, because libtorch does not count them as changes. A step may
+    /// lose those to the first offloaded stage, whose weights it left on the device for the next one, unless
+    /// `variables` or [`Optimizer::wait`](crate::optim::Optimizer::wait) is called after them.
     ///
     /// Waits for the last update. Later updates and steps write to the variables of offloaded stages while
     /// the caller goes on: a caller that keeps them must call
