@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
+use brimful::internal::OffloadPlan;
 use brimful::optim::{AdamW, StateFormat};
-use brimful::pipeline::{Builder, Offload, OffloadPlan};
+use brimful::pipeline::{Builder, Offload};
 use brimful::schedule::{HostLinkUse, Location, Recompute, Schedule};
 use brimful::{Bytes, DeviceSpec, Layers, MicroBatches, Pipeline};
 use brimful_cli::commands::train::OptimizerState;

@@ -5,7 +5,7 @@
 //! block is one layer. Linear weights are inputs × outputs, as GPT-2's published ones are.
 
 use brimful::Layers;
-use brimful::nn::{LayerNorm, Projection, ProjectionConfig, bias_gelu_tanh, layer_norm};
+use brimful::nn::{Norm, Projection, ProjectionConfig, bias_gelu_tanh, layer_norm};
 use tch::Tensor;
 use tch::nn::{Module, ModuleT, Path};
 
@@ -175,9 +175,9 @@ impl Module for Positions {
 /// Attention and a two-layer network, each on normed inputs and with a residual connection.
 #[derive(Debug)]
 struct TransformerBlock {
-    ln_1: LayerNorm,
+    ln_1: Norm,
     attention: Attention,
-    ln_2: LayerNorm,
+    ln_2: Norm,
     expand: Projection,
     contract: Projection,
     dropout: f64,

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use brimful::Layers;
-use brimful::nn::{Projection, ProjectionConfig, RmsNorm, bias_swiglu, rms_norm_with};
+use brimful::nn::{Norm, Projection, ProjectionConfig, bias_swiglu, rms_norm_with};
 use tch::Tensor;
 use tch::nn::{Module, ModuleT, Path};
 
@@ -117,9 +117,9 @@ impl Llama {
 /// Attention and a gated network, each on normed inputs and with a residual connection.
 #[derive(Debug)]
 struct LlamaBlock {
-    input_norm: RmsNorm,
+    input_norm: Norm,
     attention: LlamaAttention,
-    post_norm: RmsNorm,
+    post_norm: Norm,
     network: GatedNetwork,
 }
 

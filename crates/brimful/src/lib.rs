@@ -169,7 +169,9 @@ pub mod internal {
     pub use crate::accumulate::{gradient_factor, sums_apart};
     pub use crate::memory::devices::{DeviceInfo, devices};
     pub use crate::oom::{Caught, catch, recognise, without_remedy};
-    pub use crate::pipeline::{free_host_bytes, is_offloadable, measure_host_link, trained_share};
+    pub use crate::pipeline::{
+        OffloadPlan, free_host_bytes, is_offloadable, measure_host_link, trained_share,
+    };
     pub use crate::save::opened::OpenedFile;
 }
 

@@ -49,8 +49,6 @@ pub(crate) use first_values::in_kind;
 pub use first_values::spread_weight;
 pub use linear_cross_entropy::{LinearCrossEntropyConfig, linear_cross_entropy};
 pub use lora::Lora;
-pub use norm::{
-    LayerNorm, NormWith, RmsNorm, layer_norm, layer_norm_with, rms_norm, rms_norm_with,
-};
+pub use norm::{Norm, layer_norm, layer_norm_with, rms_norm, rms_norm_with};
 pub use projection::{Projection, ProjectionConfig};
 pub use rotary::Rotary;

@@ -10,19 +10,15 @@ use crate::Result;
 use crate::nn::error::NnError;
 use crate::nn::kernels::reported;
 
-/// Layer that normalises each row by its mean and variance, with a weight and a bias.
-pub type LayerNorm = NormWith<false>;
-
-/// Layer that normalises each row by the root of its mean square, with a weight.
-pub type RmsNorm = NormWith<true>;
-
-/// Normalisation over the last dimension: [`LayerNorm`] or [`RmsNorm`].
+/// Layer that normalises each row: by its mean and variance ([`layer_norm`]), or by the root of its mean square
+/// ([`rms_norm`]).
 #[derive(Debug)]
-pub struct NormWith<const ROOT_MEAN_SQUARE: bool> {
+pub struct Norm {
     width: i64,
     weight: Tensor,
     bias: Option<Tensor>,
     eps: f64,
+    root_mean_square: bool,
 }
 
 /// Default epsilon of variances, as in tch.
@@ -31,30 +27,30 @@ const LAYER_NORM_EPS: f64 = 1e-5;
 const RMS_NORM_EPS: f64 = 1e-6;
 
 /// Creates a LayerNorm over the last dimension, with the same names and initial values as tch's LayerNorm.
-pub fn layer_norm<'a>(path: impl Borrow<nn::Path<'a>>, width: i64) -> LayerNorm {
+pub fn layer_norm<'a>(path: impl Borrow<nn::Path<'a>>, width: i64) -> Norm {
     layer_norm_with(path, width, LAYER_NORM_EPS)
 }
 
 /// Creates a LayerNorm with another epsilon.
-pub fn layer_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64) -> LayerNorm {
+pub fn layer_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64) -> Norm {
     let path = path.borrow();
     let weight = path.var("weight", &[width], Init::Const(1.0));
     let bias = Some(path.var("bias", &[width], Init::Const(0.0)));
-    NormWith { width, weight, bias, eps }
+    Norm { width, weight, bias, eps, root_mean_square: false }
 }
 
 /// Creates an RMSNorm over the last dimension.
-pub fn rms_norm<'a>(path: impl Borrow<nn::Path<'a>>, width: i64) -> RmsNorm {
+pub fn rms_norm<'a>(path: impl Borrow<nn::Path<'a>>, width: i64) -> Norm {
     rms_norm_with(path, width, RMS_NORM_EPS)
 }
 
 /// Creates an RMSNorm with another epsilon.
-pub fn rms_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64) -> RmsNorm {
+pub fn rms_norm_with<'a>(path: impl Borrow<nn::Path<'a>>, width: i64, eps: f64) -> Norm {
     let weight = path.borrow().var("weight", &[width], Init::Const(1.0));
-    NormWith { width, weight, bias: None, eps }
+    Norm { width, weight, bias: None, eps, root_mean_square: true }
 }
 
-impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
+impl Norm {
     /// Normalises the rows of `x`.
     ///
     /// # Errors
@@ -105,8 +101,13 @@ impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
     }
 
     fn how(&self) -> RowNorm<'_> {
-        let (weight, bias) = (Some(&self.weight), self.bias.as_ref());
-        RowNorm { weight, bias, eps: self.eps, root_mean_square: ROOT_MEAN_SQUARE }
+        let Self { weight, bias, eps, root_mean_square, .. } = self;
+        RowNorm {
+            weight: Some(weight),
+            bias: bias.as_ref(),
+            eps: *eps,
+            root_mean_square: *root_mean_square,
+        }
     }
 
     fn check(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<()> {
@@ -120,7 +121,7 @@ impl<const ROOT_MEAN_SQUARE: bool> NormWith<ROOT_MEAN_SQUARE> {
     }
 }
 
-impl<const ROOT_MEAN_SQUARE: bool> Module for NormWith<ROOT_MEAN_SQUARE> {
+impl Module for Norm {
     fn forward(&self, x: &Tensor) -> Tensor {
         self.f_forward(x).unwrap_or_else(|error| panic!("{error}"))
     }

@@ -59,9 +59,9 @@ use std::time::Duration;
 
 use tch::Device;
 
-pub use build::{BalanceBy, Builder, Offload, OffloadPlan};
+pub use build::{BalanceBy, Builder, Offload};
 #[doc(hidden)]
-pub use build::{free_host_bytes, is_offloadable, trained_share};
+pub use build::{OffloadPlan, free_host_bytes, is_offloadable, trained_share};
 pub use calls::{ModelOutput, Outputs};
 pub use error::PipelineError;
 #[doc(hidden)]

@@ -56,6 +56,7 @@ pub const HERE: &[Make] =
     &[one_device, replicas, pipeline, replicated_pipeline, streamed, split_pipeline, exact];
 
 /// Kinds that can be spread over ranks.
+#[cfg(feature = "mpi")]
 pub const OVER_RANKS: &[Make] = &[one_device, replicas, pipeline, split_pipeline];
 
 /// A pipeline of each named schedule, for what may depend on its actions alone.

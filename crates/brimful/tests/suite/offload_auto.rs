@@ -1,10 +1,11 @@
 //! Automatic offload judges the pipeline that it builds: its micro-batches, balance, schedule and memory.
 
 use crate::support::{Update, assert_fails, numbers, test_device};
+use brimful::internal::OffloadPlan;
 use brimful::memory::Arena;
 use brimful::nn::{BatchNormConfig, BatchNormPolicy, batch_norm1d};
 use brimful::optim::Adam;
-use brimful::pipeline::{BalanceBy, Builder, Offload, OffloadPlan};
+use brimful::pipeline::{BalanceBy, Builder, Offload};
 use brimful::schedule::Schedule;
 use brimful::{Bytes, DeviceSpec, Layers, Loss, MicroBatches, Pipeline};
 use tch::{Device, Kind, Tensor, nn};

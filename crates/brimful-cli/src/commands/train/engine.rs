@@ -3,10 +3,11 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use brimful::internal::OffloadPlan;
 use brimful::memory::Memory;
 use brimful::micro::MemoryFormat;
 use brimful::optim::{Ema, Optimizer};
-use brimful::pipeline::{Builder, OffloadPlan};
+use brimful::pipeline::Builder;
 use brimful::save::Metadata;
 use brimful::schedule::Schedule;
 use brimful::{

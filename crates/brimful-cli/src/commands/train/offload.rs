@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 use brimful::balance;
-use brimful::internal::{gradient_factor, is_offloadable, trained_share};
-use brimful::pipeline::{BalanceBy, Builder, Offload, OffloadPlan};
+use brimful::internal::{OffloadPlan, gradient_factor, is_offloadable, trained_share};
+use brimful::pipeline::{BalanceBy, Builder, Offload};
 use brimful::schedule::Schedule;
 use brimful::{Layers, Pipeline, World};
 use clap::ValueEnum;

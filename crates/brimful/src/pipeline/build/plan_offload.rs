@@ -102,6 +102,7 @@ impl Builder {
     /// # Errors
     /// When the pipeline cannot be built, there is no [sample](Self::sample), a layer cannot be measured, or the
     /// pipeline has several replicas or ranks, which would each make a plan of their own.
+    #[doc(hidden)]
     pub fn plan_offload(
         &self,
         copies: usize,
