@@ -121,7 +121,7 @@ impl Engine {
         };
         let cuda_graphs = devices[0].is_cuda() && !options.no_cuda_graphs;
         let _inside = memory.enter();
-        let engine = Self::of(runner, devices, limit, world, options, over)?;
+        let engine = Self::with_optimizer(runner, devices, limit, world, options, over)?;
         Ok(Self { memory: Some(memory.clone()), cuda_graphs, ..engine })
     }
 
@@ -150,12 +150,12 @@ impl Engine {
             accelerator => Memory::of(accelerator)?.usage()?.limit,
         };
         let runner = Runner::Staged(Box::new(pipeline));
-        let engine = Self::of(runner, devices, limit, world, options, over)?;
+        let engine = Self::with_optimizer(runner, devices, limit, world, options, over)?;
         Ok(Self { offload_text, ..engine })
     }
 
-    /// Adds the optimizer, and averages of the weights if they are wanted.
-    fn of(
+    /// Adds the optimizer to what runs the steps, and averages of the weights if they are wanted.
+    fn with_optimizer(
         mut runner: Runner,
         devices: Vec<Device>,
         limit: Option<Bytes>,
@@ -169,8 +169,8 @@ impl Engine {
                 let optimizer = pipeline.optimizer(recipe.method())?;
                 (optimizer, ema.map(|decay| pipeline.ema(decay)).transpose()?)
             }
-            (Runner::One { store, .. }, ema) => of_store(store, ema, options)?,
-            (Runner::Several(replicas), ema) => of_store(replicas.store(), ema, options)?,
+            (Runner::One { store, .. }, ema) => optimizer_of(store, ema, options)?,
+            (Runner::Several(replicas), ema) => optimizer_of(replicas.store(), ema, options)?,
         };
         optimizer.decay_only_matrices()?;
         Ok(Self {
@@ -208,11 +208,11 @@ impl Engine {
         let Self { optimizer, averages, memory, .. } = self;
         // Each by itself: a retry repeats its closure.
         if let Some(length) = self.clip_norm {
-            retried(memory.as_ref(), || optimizer.clip_gradient_norm(length))?;
+            retry_in(memory.as_ref(), || optimizer.clip_gradient_norm(length))?;
         }
-        retried(memory.as_ref(), || optimizer.step())?;
+        retry_in(memory.as_ref(), || optimizer.step())?;
         if let Some(averages) = averages {
-            retried(memory.as_ref(), || averages.update())?;
+            retry_in(memory.as_ref(), || averages.update())?;
         }
         optimizer.zero_grad()?;
         let mut record = Record { time: start.elapsed(), ..Record::from(step) };
@@ -274,7 +274,7 @@ impl Engine {
     /// Returns the loss over the samples of all ranks, and which of this rank's predictions are right.
     pub(super) fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
         if let Some(averages) = &mut self.averages {
-            retried(self.memory.as_ref(), || averages.swap_in())?;
+            retry_in(self.memory.as_ref(), || averages.swap_in())?;
         }
         let tested = self.evaluate(batch);
         // Swaps back even after an error: training continues with the weights themselves.
@@ -325,9 +325,9 @@ impl Engine {
         // Loads the state into the memory account in which the first step would create it, so that the limit counts
         // it.
         let (state, texts) = &kept.optimizer;
-        retried(memory.as_ref(), || optimizer.load_state(state, texts))?;
+        retry_in(memory.as_ref(), || optimizer.load_state(state, texts))?;
         if let (Some(averages), Some((state, texts))) = (averages, &kept.averages) {
-            retried(memory.as_ref(), || averages.load_state(state, texts))?;
+            retry_in(memory.as_ref(), || averages.load_state(state, texts))?;
         }
         match &mut self.runner {
             Runner::Staged(pipeline) => Ok(pipeline.set_variables(model)?),
@@ -465,7 +465,7 @@ pub(super) fn set_up(builder: Builder, world: &World, options: &TrainOptions) ->
 }
 
 /// Makes the optimizer of a whole model's variables, and averages of them with this decay.
-fn of_store(
+fn optimizer_of(
     store: &VarStore,
     ema: Option<f64>,
     options: &TrainOptions,
@@ -477,7 +477,7 @@ fn of_store(
 
 /// Runs work of the optimizer in the memory of a whole model, and once more if memory ran out. The stages of a pipeline
 /// have memories of their own.
-fn retried<T>(
+fn retry_in<T>(
     memory: Option<&Memory>,
     mut work: impl FnMut() -> brimful::Result<T>,
 ) -> brimful::Result<T> {
