@@ -26,7 +26,7 @@ use crate::Result;
 use crate::ranks::{Buckets, RankSum, summed_in};
 pub(crate) use dense::{Named, check_dense, name_of};
 use part::ModelPart;
-pub(crate) use sums::{Addends, Finished, Sum, Sums};
+pub(crate) use sums::{Addends, Finished, Sum, Sums, Total};
 use sums::{add_sum, gradient};
 
 /// Parameters whose earlier gradients are set aside while a step makes its own.

@@ -70,7 +70,8 @@ impl<E: PartsEngine> Attempt<E> for Parts {
 
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()> {
         let _inside = enter_host_arena(engine);
-        self.attempt.prepare(whole, 0, exchange.summing().as_ref())?;
+        self.attempt.sum_up(whole, 0, exchange.summing().as_ref())?;
+        self.attempt.cast()?;
         self.attempt.check_finite(engine.state().non_finite)
     }
 
