@@ -381,6 +381,14 @@ fn describe(tensor: &Tensor) -> String {
     format!("a {:?} tensor of shape [{}]", tensor.kind(), dimensions.join(", "))
 }
 
+/// Cuts the padding off a gradient of outputs that were padded to the longest sequence of all.
+pub(crate) fn as_wide_as(output: &Tensor, gradient: Tensor) -> Result<Tensor> {
+    match (output.size().get(1), gradient.size().get(1)) {
+        (Some(&own), Some(&padded)) if own < padded => Ok(gradient.f_narrow(1, 0, own)?),
+        _ => Ok(gradient),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use tch::{Device, Kind};

@@ -151,13 +151,13 @@ pub use batch::{Batch, Shared};
 pub use brimful_plan::bytes::Bytes;
 pub use error::{ClosureError, Error};
 pub use layers::Layers;
-pub use loss::Loss;
+pub use loss::{IntoLoss, Loss};
 pub use micro::MicroBatcher;
 pub use pipeline::{Pipeline, is_recomputing};
 pub use random::StepRng;
 pub use replicas::Replicas;
 pub use retry_on_oom::retry_on_oom;
-pub use step::{IntoLoss, MicroBatches, NonFinitePolicy, StepError, StepReport, Timeline};
+pub use step::{MicroBatches, NonFinitePolicy, StepError, StepReport, Timeline};
 /// The version of tch whose tensors this library takes.
 pub use tch;
 pub use workers::DeviceSpec;

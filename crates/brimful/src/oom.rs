@@ -18,13 +18,13 @@ use std::sync::Once;
 
 use brimful_torch::{ErrorKind, TorchError, arena};
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
+use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 
 /// Out-of-memory error: the memory, the bytes asked for, and the bytes in use, as far as the message
 /// contains them.
-#[derive(Debug, Clone, PartialEq, Eq, Error, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error("{message}; {}", self.place.remedy())]
 #[non_exhaustive]
 pub struct OutOfMemory {
@@ -285,6 +285,34 @@ fn unseen<T>(which: Unseen, f: impl FnOnce() -> T) -> T {
     let result = f();
     UNSEEN.set(before);
     result
+}
+
+/// Converts a caught failure to an error. tch panics if memory runs out when it converts a number to a tensor,
+/// so a panic may be out of memory.
+pub(crate) fn into_error(caught: Caught<Error>) -> Error {
+    match caught {
+        Caught::OutOfMemory(oom) => oom.into(),
+        Caught::Error(error) => error,
+        Caught::Panic(payload) => Error::Panicked { message: panic_message(&*payload) },
+    }
+}
+
+/// Returns the message of a panic.
+pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
+    panic_words(payload).unwrap_or_else(|| "without a word".to_owned())
+}
+
+/// Returns the error; resumes a panic that is not out-of-memory.
+pub(crate) fn into_error_or_panic(caught: Caught<Error>) -> Error {
+    match caught {
+        Caught::Panic(payload) => panic::resume_unwind(payload),
+        other => into_error(other),
+    }
+}
+
+/// Runs `f`; a panic becomes an error, which can be reported to other ranks.
+pub(crate) fn caught<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch(f).map_err(into_error)
 }
 
 #[cfg(test)]

@@ -7,7 +7,6 @@
 //! Terms of a loss whose denominators are known only at the end need sums of their own ([`Sums`] has one list
 //! for each group), because one sum cannot be divided by two numbers.
 
-mod dense;
 mod others;
 mod part;
 mod sums;
@@ -24,9 +23,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::ranks::{Buckets, RankSum, summed_in};
-pub(crate) use dense::{Named, check_dense, name_of};
 use part::ModelPart;
-pub(crate) use sums::{Addends, Finished, Sum, Sums, Total};
+pub(crate) use sums::{Addends, Finished, Named, Sum, Sums, Total, check_dense, name_of};
 use sums::{add_sum, gradient};
 
 /// Parameters whose earlier gradients are set aside while a step makes its own.

@@ -1,11 +1,15 @@
 //! Gradient sums of a step: summed over groups, replicas and ranks, and committed to the parameters.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use brimful_torch::autograd::set_gradient;
+use brimful_torch::gradients::first_sparse;
 use brimful_torch::{foreach, transfer};
+use tch::nn::Variables;
 use tch::{Device, Kind, Tensor};
 
-use crate::Result;
 use crate::ranks::{Buckets, RankSum};
+use crate::{Error, Result};
 
 /// One gradient sum for each parameter; `None` without a gradient.
 pub(crate) type Sum = Vec<Option<Tensor>>;
@@ -290,6 +294,25 @@ fn copied<'a>(sum: &Sum, like: impl Iterator<Item = Option<&'a Tensor>>) -> Resu
     let present = |sum: &Sum| sum.iter().flatten().map(Tensor::shallow_clone).collect::<Vec<_>>();
     foreach::copy(&present(&copy), &present(sum))?;
     Ok(copy)
+}
+
+/// Variables of a model, which give parameters their names.
+pub(crate) type Named = Arc<Mutex<Variables>>;
+
+/// Fails if any of these parameters has a sparse gradient. Reads nothing from a device.
+pub(crate) fn check_dense(parameters: &[Tensor], named: &Named) -> Result<()> {
+    match first_sparse(parameters) {
+        Some(at) => Err(Error::SparseGradient { parameter: name_of(&parameters[at], named) }),
+        None => Ok(()),
+    }
+}
+
+/// Returns the parameter's name in the model.
+pub(crate) fn name_of(parameter: &Tensor, named: &Named) -> String {
+    let variables = named.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = variables.named_variables.iter();
+    let found = all.find(|(_, tensor)| tensor.data_ptr() == parameter.data_ptr());
+    found.map_or_else(|| "(no variable of the store)".into(), |(name, _)| name.clone())
 }
 
 #[cfg(test)]

@@ -12,13 +12,13 @@ use crate::accumulate::{Accumulator, Sums};
 use crate::batch::{Batch, Borrower, Samples};
 use crate::gradient_mode::with_graphs;
 use crate::memory::Memory;
-use crate::oom::{self, Caught};
+use crate::oom::{self, Caught, into_error_or_panic};
 use crate::random::Randomness;
 use crate::ranks::RankSum;
 use crate::statistics::Pending;
 use crate::step::{
     self, AttemptContext, Cut, Failed, MicroBatchInfo, NonFinitePolicy, PartFigures, StoreAttempt,
-    Tally, Undo, into_error_or_panic, parameters,
+    Tally, Undo, parameters,
 };
 use crate::world::WorldError;
 use crate::{Error, Result};

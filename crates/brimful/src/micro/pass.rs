@@ -7,8 +7,7 @@ use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::batch::{Batch, detached};
 use crate::gradient_mode::with_graphs;
-use crate::loss::{MicroBatchWeight, Term};
-use crate::step::IntoLoss;
+use crate::loss::{IntoLoss, MicroBatchWeight, Term};
 use crate::step::{Tally, TermGroup, roots};
 
 /// A mini-batch while it is running.

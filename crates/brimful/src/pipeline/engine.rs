@@ -6,8 +6,7 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
-use super::attempt::{AttemptPlan, PipelineAttempt};
-use super::portion::{Portion, portions};
+use super::attempt::{AttemptPlan, PipelineAttempt, Portion, portions};
 use super::{Pipeline, check_offloaded_graphs, ranks};
 use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};

@@ -8,9 +8,8 @@ use super::reduce::reduce;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::accumulate::Sums;
 use crate::batch::{self, Batch, BatchError, Samples};
-use crate::oom::{self, Caught};
+use crate::oom::{self, Caught, into_error};
 use crate::step::{BatchRole, MicroBatches, Parts, StoreAttempt};
-use crate::workers::into_error;
 use crate::{Error, Result};
 
 /// Result of a replica's part; none for a replica without a sample.

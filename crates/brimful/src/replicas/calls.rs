@@ -7,7 +7,8 @@ use super::attempt::jobs;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
-use crate::step::{self, AttemptContext, Failed, IntoLoss, Parts, StepReport, StepRequest};
+use crate::loss::IntoLoss;
+use crate::step::{self, AttemptContext, Failed, Parts, StepReport, StepRequest};
 use crate::{Error, Result};
 
 impl<M: 'static> Replicas<M> {

@@ -7,10 +7,11 @@ use tch::{Device, Tensor};
 
 use super::mirror::Mirror;
 use crate::batch::{Batch, Samples};
+use crate::loss::IntoLoss;
 use crate::memory_format::InMemoryFormat;
 use crate::micro::{AttemptSettings, Closure};
 use crate::random::Generator;
-use crate::step::{BatchRole, Cut, IntoLoss, MicroBatches, PartFigures, StoreAttempt, names};
+use crate::step::{BatchRole, Cut, MicroBatches, PartFigures, StoreAttempt, names};
 use crate::workers::DeviceSpec;
 use crate::{MicroBatcher, Result, feed};
 

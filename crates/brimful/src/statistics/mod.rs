@@ -10,7 +10,6 @@
 
 mod channel_pairs;
 mod graphs;
-mod moved;
 mod pool;
 mod ranks;
 mod running;
@@ -26,11 +25,10 @@ use tch::Tensor;
 use crate::Result;
 pub(crate) use channel_pairs::PairSum;
 pub(crate) use graphs::GraphStatistics;
-pub(crate) use moved::Moved;
 use pool::Seen;
 pub(crate) use ranks::ReportedLayer;
 use running::Target;
-pub(crate) use running::{Momentum, Running};
+pub(crate) use running::{Momentum, Moved, Running};
 pub(crate) use whole_batch::{WholeBatch, WholeStatistics};
 
 thread_local! {

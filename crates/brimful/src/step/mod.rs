@@ -2,13 +2,13 @@
 //! other ranks.
 //!
 //! ```text
-//!   open      exchange samples, their kind, the seed, the trained parameters               handshake
-//!   size      choose the next size to try, one for all                                     sizing
-//!   attempt   the engine runs every micro-batch and commits nothing                  cut, tally, undo
-//!   report    exchange losses and their denominators, or the failure                       vote
-//!   prepare   compute all that a commit needs, gradients and statistics of all ranks       attempt
-//!   vote      every rank is ready, or every rank rolls back                                vote
-//!   commit    put gradients and statistics in place, which needs no memory                 attempt
+//!   open      exchange samples, their kind, the seed, the trained parameters          handshake
+//!   size      choose the next size to try, one for all                                sizing
+//!   attempt   the engine runs every micro-batch and commits nothing                   cut, tally, undo
+//!   report    exchange losses and their denominators, or the failure                  vote
+//!   prepare   compute all that a commit needs, gradients and statistics of all ranks  store_attempt
+//!   vote      every rank is ready, or every rank rolls back                           vote
+//!   commit    put gradients and statistics in place, which needs no memory            store_attempt
 //! ```
 //!
 //! If memory runs out before the commit, the step is rolled back and runs again with smaller micro-batches
@@ -16,60 +16,49 @@
 //! [`Pipeline`](crate::Pipeline) are kinds of an [`Engine`]: each defines how an attempt runs, and which
 //! memories it uses.
 
-mod attempt;
-mod caught;
 mod cut;
 mod engine;
 mod error;
 mod handshake;
-mod into_loss;
-mod lesson;
-mod micro_batches;
 mod parts;
 mod report;
-mod role;
 mod sizing;
 mod store_attempt;
 mod tally;
 mod trained;
 mod undo;
-mod unmanaged;
 mod vote;
 mod whole;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use tch::Device;
 
-pub(crate) use attempt::Attempt;
-pub(crate) use caught::{Failed, ParkedPanic, caught, into_error_or_panic};
-pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
-pub(crate) use engine::{Engine, Hints, Seeding, StepState};
+pub use cut::MicroBatches;
+pub(crate) use cut::{BatchRole, Cut, MicroBatchInfo, MicroBatchRun, PartSeed};
+pub(crate) use engine::{Attempt, Engine, Hints, Lesson, Seeding, StepState};
 pub use error::StepError;
 pub(crate) use handshake::{Handshake, StepRequest, described};
-pub use into_loss::IntoLoss;
-pub(crate) use lesson::Lesson;
-pub use micro_batches::MicroBatches;
 pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{StepReport, Timeline};
-pub(crate) use role::{BatchRole, PartSeed};
 pub(crate) use store_attempt::{StoreAttempt, gradient_bytes, parameters};
 pub use tally::NonFinitePolicy;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
-pub(crate) use undo::{Undo, put_back};
-pub(crate) use unmanaged::UnmanagedStatistics;
-pub(crate) use vote::{Exchange, PartReport, Team, Whole};
-pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
+pub(crate) use undo::{Undo, UnmanagedStatistics, put_back};
+pub(crate) use vote::{Exchange, Failed, ParkedPanic, PartReport, Team, Whole};
+pub(crate) use whole::{RowGradients, as_leaves};
 
 use crate::auto::SizeLog;
+use crate::oom::caught;
 use crate::random::{Randomness, SeedDraw};
 use crate::{Error, Result};
-use attempt::commit_or_undo;
 use engine::Window;
 use handshake::OwnPart;
 use sizing::AttemptSizes;
+use vote::LOSS;
 
 /// One attempt at a mini-batch, as its engine receives it.
 pub(crate) struct AttemptContext<'a> {
@@ -354,4 +343,42 @@ pub(crate) fn finish<E: Engine, O>(
         decisions: Vec::new(),
         retries: 0,
     })
+}
+
+/// Commits an attempt on all ranks, or rolls it back on all.
+fn commit_or_undo<E, A: Attempt<E>>(
+    engine: &mut E,
+    mut attempt: A,
+    exchange: &Exchange,
+    start: Instant,
+) -> Result<(A, Arc<Whole>)> {
+    match agree(engine, &mut attempt, exchange, start) {
+        // From here on nothing may fail on one rank alone: the others commit now.
+        Ok(whole) => {
+            attempt.commit(engine)?;
+            Ok((attempt, whole))
+        }
+        Err(error) => {
+            attempt.undo(engine)?;
+            Err(error)
+        }
+    }
+}
+
+/// Exchanges the reports of all parts and prepares the commit; commits nothing yet.
+fn agree<E, A: Attempt<E>>(
+    engine: &mut E,
+    attempt: &mut A,
+    exchange: &Exchange,
+    start: Instant,
+) -> Result<Arc<Whole>> {
+    // A rank that fails votes with its error: if it returned, the others would wait. Hence `caught` and not
+    // `?`.
+    let reported = caught(|| attempt.report(engine, exchange));
+    let reported = exchange.vote(LOSS, reported, start.elapsed())?;
+    let whole = Arc::new(Whole::of(reported, exchange.team.replicas)?);
+    // Preparing needs memory and may fail on some ranks only, so a second vote follows.
+    let prepared = caught(|| attempt.prepare(engine, &whole, exchange));
+    exchange.vote("the gradients", prepared, start.elapsed())?;
+    Ok(whole)
 }

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use brimful_torch::arena::ArenaGuard;
 
-use super::lesson::Lesson;
+use super::engine::{Attempt, Engine, Lesson};
 use super::report::Figures;
 use super::store_attempt::StoreAttempt;
-use super::{Attempt, Engine, Exchange, PartReport, Whole};
+use super::vote::{Exchange, PartReport, Whole};
 use crate::Result;
 use crate::memory::Memory;
 use brimful_plan::bytes::Bytes;

@@ -7,13 +7,13 @@ use tch::Tensor;
 use tch::nn::Variables;
 
 use super::StepError;
-use super::caught::into_error_or_panic;
 use super::tally::{NonFinitePolicy, Tally, TermGroup, distinct};
 use super::trained::{Names, Trained, names};
 use super::undo::Undo;
 use super::vote::{PartReport, SeenPart, Whole};
 use crate::accumulate::{Finished, Named, Sums, Total, check_dense, name_of};
 use crate::batch::tensor_bytes;
+use crate::oom::into_error_or_panic;
 use crate::ranks::RankSum;
 use crate::statistics::{Moved, Pending, ReportedLayer};
 use crate::{Error, Result, oom};

@@ -15,8 +15,8 @@ use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
+use super::TimedEvent;
 use super::fence::accelerators;
-use super::timed_event::TimedEvent;
 use crate::Result;
 use crate::batch::{Borrowers, tensor_bytes};
 

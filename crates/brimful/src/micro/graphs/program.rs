@@ -15,12 +15,11 @@ use super::readout::Readout;
 use super::room::stock_up;
 use crate::accumulate::Sum;
 use crate::batch::{self, Batch};
-use crate::loss::{MicroBatchWeight, Term};
+use crate::loss::{IntoLoss, MicroBatchWeight, Term};
 use crate::micro::pass::{BatchPass, forward};
 use crate::oom::catch_unseen;
 use crate::random::Randomness;
 use crate::statistics::{GraphStatistics, Pending};
-use crate::step::IntoLoss;
 use crate::{Error, Result};
 
 /// A captured micro-batch.

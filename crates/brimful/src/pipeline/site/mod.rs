@@ -2,16 +2,14 @@
 
 mod activation_cache;
 mod blueprint;
-mod recompute;
 mod stage;
 
 pub(crate) use activation_cache::{ActivationCache, HostLead, InFlight, StepExtent};
 pub(crate) use blueprint::{Blueprint, StageBuild};
-pub use recompute::is_recomputing;
-pub(crate) use recompute::run_again;
 pub(crate) use stage::{Boundary, Stage, leaves};
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use brimful_torch::foreach;
@@ -23,6 +21,7 @@ use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::stage_layout::StageLayout;
 use crate::pipeline::transfers::{HostStaging, StageTransfer, TransferClock};
 use crate::random::{Generator, StepRng};
+use crate::statistics::Pending;
 use crate::step::NonFinitePolicy;
 use crate::streams::CopyStreams;
 use crate::update::OptimizerPart;
@@ -228,4 +227,27 @@ impl Site {
 /// Locks the generator; a panic of a layer that held it leaves nothing inconsistent.
 fn taken(device_lock: &Arc<Mutex<()>>) -> MutexGuard<'_, ()> {
     device_lock.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    static RECOMPUTING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether the layer that asks runs for activation recomputation. The random numbers are those of
+/// the first run, and this library's BatchNorm counts once; a layer with side effects of its own can ask
+/// here to have them only once.
+#[must_use]
+pub fn is_recomputing() -> bool {
+    RECOMPUTING.get()
+}
+
+/// Runs a forward for activation recomputation: [`is_recomputing`] returns true, and running statistics do
+/// not count it.
+fn run_again<T>(f: impl FnOnce() -> T) -> T {
+    // For the layers' own effects; `collect` keeps this library's BatchNorm from counting.
+    RECOMPUTING.set(true);
+    // A panic resumes only after the step's own statistics are back in place.
+    let (_, result) = Pending::collect(true, || panic::catch_unwind(AssertUnwindSafe(f)));
+    RECOMPUTING.set(false);
+    result.unwrap_or_else(|payload| panic::resume_unwind(payload))
 }

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::Worker;
 use crate::accumulate::{Accumulator, Sums};
+use crate::oom::into_error;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::run::{Job, Mode, WorkerFailure, WorkerRun};
@@ -14,7 +15,6 @@ use crate::pipeline::transfers::Tensors;
 use crate::random::Randomness;
 use crate::statistics::Pending;
 use crate::step::{PartReport, StoreAttempt, Tally, Undo};
-use crate::workers::into_error;
 use crate::{Result, oom};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::ActionKind;
