@@ -63,6 +63,14 @@ pub(crate) fn tensor_bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }
 
+/// Returns the dtype in which gradients of this dtype are summed: sums in half precision would lose digits.
+pub(crate) fn summed_in(kind: Kind) -> Kind {
+    match kind {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        kind => kind,
+    }
+}
+
 pub(crate) fn devices(batch: &impl Batch) -> Vec<Device> {
     tensors(batch).into_iter().map(Tensor::device).collect()
 }

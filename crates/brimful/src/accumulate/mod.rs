@@ -22,7 +22,8 @@ use brimful_torch::split_backward::{Begun, SplitBackward};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::ranks::{Buckets, RankSum, summed_in};
+use crate::batch::summed_in;
+use crate::ranks::{Buckets, RankSum};
 use part::ModelPart;
 pub(crate) use sums::{Addends, Finished, Named, Sum, Sums, Total, check_dense, name_of};
 use sums::{add_sum, gradient};
@@ -83,6 +84,13 @@ impl Accumulator {
     /// Sends gradients to other ranks on this channel while the last backward is still running.
     pub(crate) fn summing(mut self, collective: Option<RankSum>) -> Self {
         self.collective = collective;
+        self
+    }
+
+    /// Sets whether other leaves are summed too. Otherwise they are refused: replicas, stages and ranks would
+    /// add to one leaf at the same time, or miss each other's gradients.
+    pub(crate) fn summing_others(mut self, wanted: bool) -> Self {
+        self.sums_others = wanted;
         self
     }
 

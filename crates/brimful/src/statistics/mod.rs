@@ -118,6 +118,9 @@ impl Pending {
 
     /// Computes the new running statistics, without changing the old ones.
     pub(crate) fn prepare(&mut self) -> Result<Moved> {
+        if self.deferred.is_empty() {
+            return Ok(Moved::default());
+        }
         pool::moved(self.deferred.values_mut())
     }
 

@@ -121,7 +121,7 @@ impl Cut {
         streams: &'a CopyStreams,
         borrower: Borrower,
     ) -> CutBatch<'a, B> {
-        let generator = role.seed.map(|seed| seed.on(streams.device()));
+        let generator = role.seed.map(|seed| seed.on(streams.device));
         CutBatch { cut: self, batch, role, streams, borrower, generator, piece: None }
     }
 
@@ -185,7 +185,7 @@ impl<B: Batch> CutBatch<'_, B> {
                 return Ok(None);
             }
             let number = self.cut.sizes.len();
-            let ranges = self.cut.next_piece(self.streams.device())?;
+            let ranges = self.cut.next_piece(self.streams.device)?;
             let is_trial = ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < samples;
             let feed = Feed::new(self.batch, ranges, self.streams, self.borrower)?;
             self.piece = Some(Piece { feed, number, is_trial });

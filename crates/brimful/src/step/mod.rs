@@ -103,7 +103,7 @@ fn run_with<E: Engine, O>(
         // The optimizer allocates its state before the next step, so nothing is reserved for it any more.
         engine.state().reserved.clear();
     }
-    Ok(StepReport { seed, ..step }.with_log(log))
+    Ok(StepReport { seed, decisions: log.decisions, retries: log.retries, ..step })
 }
 
 /// Runs a mini-batch and keeps the result for [`commit`]; other replicas take no part until then.
@@ -155,7 +155,7 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<StepReport> {
     }
     let step = finished?;
     engine.state().reserved.clear();
-    Ok(StepReport { seed, ..step }.with_log(log))
+    Ok(StepReport { seed, decisions: log.decisions, retries: log.retries, ..step })
 }
 
 /// Returns the role in the step of this process's mini-batch, or of one replica's part of it. `last` says that

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::auto::{Decision, SizeLog};
+use crate::auto::Decision;
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{Actions, HostLinkUse, Span, render};
 
@@ -81,10 +81,6 @@ impl<O> StepReport<O> {
     #[must_use]
     pub fn peak(&self) -> Option<Bytes> {
         self.peaks.iter().flatten().max().copied()
-    }
-
-    pub(super) fn with_log(self, log: SizeLog) -> Self {
-        Self { decisions: log.decisions, retries: log.retries, ..self }
     }
 }
 
