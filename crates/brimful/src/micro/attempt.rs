@@ -17,8 +17,8 @@ use crate::random::Randomness;
 use crate::ranks::RankSum;
 use crate::statistics::Pending;
 use crate::step::{
-    self, AttemptContext, Cut, Failed, MicroBatchInfo, NonFinitePolicy, PartFigures, StoreAttempt,
-    Tally, Undo, parameters,
+    self, AttemptContext, Cut, Failed, MicroBatchInfo, MicroBatchRun, NonFinitePolicy, PartFigures,
+    StoreAttempt, Tally, Undo, parameters,
 };
 use crate::world::WorldError;
 use crate::{Error, Result};
@@ -27,7 +27,8 @@ use crate::{Error, Result};
 #[derive(Debug, Clone)]
 pub(crate) struct AttemptSettings {
     pub(crate) role: BatchRole,
-    pub(crate) closure: Closure,
+    /// Identity of the user's closure, for CUDA graphs.
+    pub(crate) closure: fn() -> Closure,
     /// Channel on which gradients are summed over the ranks while the last backward is still running.
     pub(crate) collective: Option<RankSum>,
     /// True if no other rank or replica takes part, so that leaves outside the store may have gradients too.
@@ -41,14 +42,14 @@ impl MicroBatcher {
         &mut self,
         batch: &B,
         context: AttemptContext<'_>,
-        closure: Closure,
         last: bool,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(Parts, R::Outputs), Failed> {
         let AttemptContext { cut, handshake, exchange } = context;
         let role = step::role(self, handshake, 0, last);
         let collective = exchange.summing().filter(|_| last);
-        let how = AttemptSettings { role, closure, collective, alone: self.state.team.is_alone() };
+        let (closure, alone) = (identity(f), self.state.team.is_alone());
+        let how = AttemptSettings { role, closure, collective, alone };
         self.only_part(|this| this.attempt(batch, cut, how, f))
     }
 
@@ -71,12 +72,20 @@ impl MicroBatcher {
         start: Instant,
     ) -> Result<PartFigures> {
         let usage = self.memory.as_ref().map(Memory::usage).transpose()?;
+        let peak = usage.map(|usage| usage.peak);
+        let (peak, replayed, captured) = match &mut self.graphs {
+            Some(graphs) => {
+                let peak = peak.map(|peak| graphs.room.take_peak(peak));
+                (peak, std::mem::take(&mut graphs.replayed), graphs.new)
+            }
+            None => (peak, 0, false),
+        };
         Ok(PartFigures {
             samples: attempt.samples(),
             time: start.elapsed(),
-            peak: usage.map(|usage| self.graphs.room.take_peak(usage.peak)),
-            replayed: std::mem::take(&mut self.graphs.replayed),
-            captured: self.graphs.new,
+            peak,
+            replayed,
+            captured,
             unmanaged_norms: self.unmanaged.moving_layers(),
         })
     }
@@ -90,13 +99,14 @@ impl MicroBatcher {
         how: AttemptSettings,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(StoreAttempt, R::Outputs)> {
-        match self.attempt_once(batch, cut, how.clone(), false, f) {
+        let again = self.graphs.is_some().then(|| how.clone());
+        match (self.attempt_once(batch, cut, how, false, f), again) {
             // Handled here, so that for sizes, replicas and ranks it is one attempt.
-            Err(Error::OutOfDate) => {
+            (Err(Error::OutOfDate), Some(how)) => {
                 cut.restart();
                 self.attempt_once(batch, cut, how, true, f)
             }
-            ended => ended,
+            (ended, _) => ended,
         }
     }
 
@@ -109,7 +119,8 @@ impl MicroBatcher {
         eager: bool,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(StoreAttempt, R::Outputs)> {
-        let (role, closure) = (how.role, how.closure);
+        let role = how.role;
+        let closure = self.graphs.is_some().then(|| (how.closure)());
         let given_count = cut.given_count();
         self.begin_peak()?;
         let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
@@ -123,9 +134,19 @@ impl MicroBatcher {
                     pass.accumulator.expect_the_last();
                 }
                 let format_choice = &this.format_choice;
-                // A size that is only being tried is not worth a capture.
-                let surroundings = Surroundings { format_choice, closure, is_steady: !is_trial };
-                let mut ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings);
+                let mut ran = match (&mut this.graphs, closure) {
+                    (Some(graphs), Some(closure)) => {
+                        // A size that is only being tried is not worth a capture.
+                        let is_steady = !is_trial;
+                        let surroundings = Surroundings { format_choice, closure, is_steady };
+                        graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)
+                    }
+                    _ => {
+                        let formatted = format_choice.of(micro_batch);
+                        let ran = formatted.and_then(|batch| pass.run(batch, &weight, f));
+                        ran.map(|()| MicroBatchRun::PLAINLY)
+                    }
+                };
                 if ran.is_ok() && this.state.non_finite == NonFinitePolicy::RefuseGradients {
                     let largest = pass.accumulator.largest();
                     let added = largest.and_then(|largest| pass.tally.add_largest(largest));
@@ -166,7 +187,9 @@ impl MicroBatcher {
         if role.begins {
             self.format_choice.begin(&parameters)?;
         }
-        self.graphs.begin(parameters.len(), &self.variables, eager)?;
+        if let Some(graphs) = &mut self.graphs {
+            graphs.begin(parameters.len(), &self.variables, eager)?;
+        }
         let accumulator = Accumulator::begin(parameters, &self.variables)?
             .summing(collective)
             .summing_others(alone);
@@ -210,12 +233,17 @@ impl MicroBatcher {
                 undo.run()?;
                 // Graphs keep memory that the next attempt may need, whichever layer retries.
                 if matches!(caught, Caught::OutOfMemory(_)) {
-                    self.graphs.clear()?;
+                    self.graphs.as_mut().map_or(Ok(()), |graphs| graphs.clear())?;
                 }
                 Err(into_error_or_panic(caught))
             }
         }
     }
+}
+
+/// Returns a function that identifies a closure by its type.
+pub(crate) fn identity<F>(_: &F) -> fn() -> Closure {
+    Closure::of_type::<F>
 }
 
 /// Joins the outputs of all micro-batches of these samples. A rank without a sample gets blank outputs.

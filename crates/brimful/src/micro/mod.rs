@@ -49,9 +49,8 @@ use crate::step::{
 };
 use crate::streams::CopyStreams;
 use crate::{Result, device};
-pub(crate) use attempt::AttemptSettings;
+pub(crate) use attempt::{AttemptSettings, identity};
 use brimful_plan::bytes::Bytes;
-pub(crate) use graphs::Closure;
 use graphs::MicroGraphs;
 
 /// Runs mini-batches through one device in micro-batches, with exactly the full batch's gradient.
@@ -63,7 +62,10 @@ pub struct MicroBatcher {
     copy_streams: CopyStreams,
     memory: Option<Memory>,
     unmanaged: UnmanagedStatistics,
-    graphs: MicroGraphs,
+    /// CUDA graphs; `None` unless they are wanted and available.
+    graphs: Option<Box<MicroGraphs>>,
+    /// Reason why micro-batches run eagerly although CUDA graphs were requested, while there are none.
+    eager_cause: Option<String>,
     format_choice: FormatChoice,
     state: StepState<Parts>,
 }
@@ -78,7 +80,8 @@ impl MicroBatcher {
             copy_streams: CopyStreams::new(device),
             memory: (device != Device::Cpu).then_some(Memory::Accelerator(device)),
             unmanaged: UnmanagedStatistics::default(),
-            graphs: MicroGraphs::new(device),
+            graphs: None,
+            eager_cause: None,
             format_choice: FormatChoice::default(),
             state: StepState::new(size),
         }
@@ -98,11 +101,10 @@ impl MicroBatcher {
         batch: &B,
         mut f: impl FnMut(B) -> R,
     ) -> Result<StepReport<R::Outputs>> {
-        let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
         let step = self.in_format(|this| {
             step::run(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
-                this.attempt_alone(arranged.batch(), attempt, closure, true, &mut f)
+                this.attempt_alone(arranged.batch(), attempt, true, &mut f)
             })
         })?;
         // Measured over whole steps: a memory format also affects the backward and the cost of conversion.
@@ -122,11 +124,10 @@ impl MicroBatcher {
     ) -> Result<R::Outputs> {
         let start = Instant::now();
         let is_first = self.state.window.is_none();
-        let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
         let outputs = self.in_format(|this| {
             step::accumulate(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
-                this.attempt_alone(arranged.batch(), attempt, closure, false, &mut f)
+                this.attempt_alone(arranged.batch(), attempt, false, &mut f)
             })
         })?;
         // The memory format changes from window to window, so the first part of each gives its rate.
@@ -194,11 +195,11 @@ impl Engine for MicroBatcher {
     }
 
     fn hints(&mut self) -> Hints {
-        Hints { hold: self.format_choice.is_measuring(), even: self.graphs.wanted }
+        Hints { hold: self.format_choice.is_measuring(), even: self.graphs.is_some() }
     }
 
     fn drop_captures(&mut self) -> Result<()> {
-        self.graphs.clear()
+        self.graphs.as_mut().map_or(Ok(()), |graphs| graphs.clear())
     }
 }
 
@@ -212,12 +213,14 @@ impl MicroBatcher {
     /// Returns the bytes that a step must leave to CUDA graphs. Evaluations leave what graphs keep. Training leaves
     /// room for captures at the fastest size; at other sizes it leaves nothing, and graphs are dropped if need be.
     pub(crate) fn captures_keep(&self, kind: &Kind, size: MicroBatches) -> Result<Bytes> {
-        let Some(memory) = &self.memory else { return Ok(Bytes(0)) };
+        let (Some(memory), Some(graphs)) = (&self.memory, &self.graphs) else {
+            return Ok(Bytes(0));
+        };
         Ok(match (kind.is_training(), memory.usage()?.available) {
-            (false, _) => self.graphs.kept(),
+            (false, _) => graphs.kept(),
             // The largest size is an end in itself and leaves no memory to graphs; the fastest size is fast
             // because of them.
-            (true, Some(available)) if size == MicroBatches::Auto => self.graphs.spare(available),
+            (true, Some(available)) if size == MicroBatches::Auto => MicroGraphs::spare(available),
             (true, _) => Bytes(0),
         })
     }

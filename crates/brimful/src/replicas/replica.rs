@@ -9,7 +9,7 @@ use super::mirror::Mirror;
 use crate::batch::{Batch, Samples};
 use crate::loss::IntoLoss;
 use crate::memory_format::InMemoryFormat;
-use crate::micro::{AttemptSettings, Closure};
+use crate::micro::{AttemptSettings, identity};
 use crate::random::Generator;
 use crate::step::{BatchRole, Cut, MicroBatches, PartFigures, StoreAttempt, names};
 use crate::workers::DeviceSpec;
@@ -100,7 +100,7 @@ impl<M> Replica<M> {
         job: ReplicaJob<B>,
         f: &impl Fn(&M, B) -> R,
     ) -> Result<PartDone<R::Outputs>> {
-        let closure = Closure::of(f);
+        let closure = identity(f);
         let done = self.run(job, |micro, model, batch, cut, role| {
             let how = AttemptSettings { role, closure, collective: None, alone: false };
             micro.attempt(batch, cut, how, &mut |part| f(model, part))
