@@ -121,7 +121,6 @@ pub mod batch;
 pub mod device;
 mod error;
 mod feed;
-mod gradient_mode;
 pub mod layers;
 pub mod libtorch;
 pub mod loss;

@@ -141,7 +141,10 @@ impl<E> From<E> for Caught<E> {
 /// An out-of-memory panic is not printed to standard error, because the caller is about to handle it; any
 /// other is printed as usual.
 pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caught<E>> {
-    match unseen(Unseen::OutOfMemory, || panic::catch_unwind(AssertUnwindSafe(f))) {
+    let unseen = UnseenGuard::set(Unseen::OutOfMemory);
+    let caught = panic::catch_unwind(AssertUnwindSafe(f));
+    drop(unseen);
+    match caught {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(match recognise(&error.to_string()) {
             Some(oom) => Caught::OutOfMemory(oom),
@@ -243,7 +246,10 @@ fn bytes(number: &str, unit: &str) -> Option<Bytes> {
 /// Runs `f` without printing its panics, because the caller handles every failure. Returns the first line of
 /// the error.
 pub(crate) fn catch_unseen<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
-    let text = match unseen(Unseen::All, || panic::catch_unwind(AssertUnwindSafe(f))) {
+    let unseen = UnseenGuard::set(Unseen::All);
+    let caught = panic::catch_unwind(AssertUnwindSafe(f));
+    drop(unseen);
+    let text = match caught {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error.to_string(),
         Err(payload) => panic_text(&*payload).unwrap_or("a panic without words").to_owned(),
@@ -263,28 +269,37 @@ thread_local! {
     static UNSEEN: Cell<Unseen> = const { Cell::new(Unseen::None) };
 }
 
-/// Runs `f` without printing these panics of this thread.
-fn unseen<T>(which: Unseen, f: impl FnOnce() -> T) -> T {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let others = panic::take_hook();
-        panic::set_hook(Box::new(move |info| {
-            let expected = match UNSEEN.get() {
-                Unseen::None => false,
-                Unseen::OutOfMemory => {
-                    panic_text(info.payload()).is_some_and(|t| recognise(t).is_some())
+/// Guard during which these panics of this thread are not printed.
+struct UnseenGuard {
+    before: Unseen,
+}
+
+impl UnseenGuard {
+    fn set(which: Unseen) -> Self {
+        static HOOK: Once = Once::new();
+        HOOK.call_once(|| {
+            let others = panic::take_hook();
+            panic::set_hook(Box::new(move |info| {
+                let expected = match UNSEEN.get() {
+                    Unseen::None => false,
+                    Unseen::OutOfMemory => {
+                        panic_text(info.payload()).is_some_and(|t| recognise(t).is_some())
+                    }
+                    Unseen::All => true,
+                };
+                if !expected {
+                    others(info);
                 }
-                Unseen::All => true,
-            };
-            if !expected {
-                others(info);
-            }
-        }));
-    });
-    let before = UNSEEN.replace(which);
-    let result = f();
-    UNSEEN.set(before);
-    result
+            }));
+        });
+        Self { before: UNSEEN.replace(which) }
+    }
+}
+
+impl Drop for UnseenGuard {
+    fn drop(&mut self) {
+        UNSEEN.set(self.before);
+    }
 }
 
 /// Converts a caught failure to an error. tch panics if memory runs out when it converts a number to a tensor,

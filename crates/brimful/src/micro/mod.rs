@@ -44,8 +44,9 @@ use crate::loss::IntoLoss;
 use crate::memory::{Arena, Memory};
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
-    self, BatchRole, Engine, Hints, MicroBatches, Parts, PartsEngine, Seeding, StepReport,
-    StepRequest, StepState, Team, Trained, UnmanagedStatistics, gradient_bytes, names, parameters,
+    self, AttemptContext, BatchRole, Ending, Engine, Hints, MicroBatches, Parts, PartsEngine,
+    Seeding, StepReport, StepRequest, StepState, Team, Trained, UnmanagedStatistics,
+    gradient_bytes, names, parameters,
 };
 use crate::streams::CopyStreams;
 use crate::{Result, device};
@@ -103,8 +104,13 @@ impl MicroBatcher {
     ) -> Result<StepReport<R::Outputs>> {
         let arranged = Arranged::of(batch);
         let step = self.in_format(|this| {
-            step::run(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
-                this.attempt_alone(arranged.batch(), attempt, true, &mut f)
+            let request = StepRequest::new(Use::Train, &arranged);
+            step::run(this, request, Ending::Commit, |this, context| {
+                let start = Instant::now();
+                let AttemptContext { cut, handshake, exchange } = context;
+                let how = this.settings(handshake, exchange, true, &f);
+                let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
+                this.only_part(start, ran)
             })
         })?;
         // Measured over whole steps: a memory format also affects the backward and the cost of conversion.
@@ -125,16 +131,21 @@ impl MicroBatcher {
         let start = Instant::now();
         let is_first = self.state.window.is_none();
         let arranged = Arranged::of(batch);
-        let outputs = self.in_format(|this| {
-            step::accumulate(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
-                this.attempt_alone(arranged.batch(), attempt, false, &mut f)
+        let step = self.in_format(|this| {
+            let request = StepRequest::new(Use::Train, &arranged);
+            step::run(this, request, Ending::Keep, |this, context| {
+                let start = Instant::now();
+                let AttemptContext { cut, handshake, exchange } = context;
+                let how = this.settings(handshake, exchange, false, &f);
+                let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
+                this.only_part(start, ran)
             })
         })?;
         // The memory format changes from window to window, so the first part of each gives its rate.
         if is_first {
             self.learn_format(batch::len(batch)?, start.elapsed());
         }
-        Ok(outputs)
+        Ok(step.outputs)
     }
 
     /// Commits the gradients of all mini-batches since the last commit, as if they had been one.

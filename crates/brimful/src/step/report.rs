@@ -77,6 +77,27 @@ pub(crate) struct Figures {
 }
 
 impl<O> StepReport<O> {
+    /// Creates the report of a mini-batch that waits for its commit.
+    pub(super) fn of_outputs(outputs: O) -> Self {
+        Self {
+            loss: f64::NAN,
+            terms: Vec::new(),
+            samples: 0,
+            shares: Vec::new(),
+            sizes: Vec::new(),
+            outputs,
+            time: Duration::ZERO,
+            times: Vec::new(),
+            peaks: Vec::new(),
+            replayed: 0,
+            unmanaged_norms: 0,
+            seed: None,
+            timeline: None,
+            decisions: Vec::new(),
+            retries: 0,
+        }
+    }
+
     /// Returns the peak memory of the device with the highest, among devices where it is counted.
     #[must_use]
     pub fn peak(&self) -> Option<Bytes> {

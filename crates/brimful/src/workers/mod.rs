@@ -14,10 +14,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle, ThreadId};
 
+use brimful_torch::grad_mode::GradMode;
 use brimful_torch::threads::limit_threads;
 use tch::Device;
 
-use crate::gradient_mode::with_graphs;
 use crate::streams::{StreamFence, accelerators};
 use crate::{Error, Result, oom};
 pub use device::DeviceSpec;
@@ -200,7 +200,8 @@ fn work<W>(
 
 /// Runs a worker's closure with grad mode enabled, which an earlier closure may have disabled. Catches panics.
 fn begun<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    oom::catch(|| with_graphs(true, work)).map_err(oom::into_error)
+    let _graphs = GradMode::set(true);
+    oom::caught(work)
 }
 
 fn gone(worker: usize) -> Error {

@@ -20,7 +20,9 @@ use crate::pipeline::Pipeline;
 use crate::pipeline::attempt::{PipelineAttempt, Portion};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{LossFn, Mode};
-use crate::step::{self, Attempt, AttemptContext, Failed, StepReport, StepRequest, described};
+use crate::step::{
+    self, Attempt, AttemptContext, Ending, Failed, StepReport, StepRequest, described,
+};
 use crate::{Error, Loss, Result, feed};
 
 impl Pipeline {
@@ -48,7 +50,7 @@ impl Pipeline {
         let mode = Mode::Train { last: true };
         let step = self.in_format(|this| {
             let request = this.request(Use::Train, &input, &target).provided(traced.clone());
-            step::run(this, request, |this, context| {
+            step::run(this, request, Ending::Commit, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, mode)
             })
         })?;
@@ -74,9 +76,9 @@ impl Pipeline {
         let arranged = Arranged::of(input);
         let target = arranged.beside(target);
         let mode = Mode::Train { last: false };
-        let outputs = self.in_format(|this| {
+        let step = self.in_format(|this| {
             let request = this.request(Use::Train, &arranged, &target).provided(traced.clone());
-            step::accumulate(this, request, |this, context| {
+            step::run(this, request, Ending::Keep, |this, context| {
                 this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
             })
         })?;
@@ -86,7 +88,7 @@ impl Pipeline {
             // A replica without a sample takes part too.
             self.learn_format(arranged.samples().map_or(0, |s| s.count()), start.elapsed());
         }
-        Ok(outputs)
+        Ok(step.outputs)
     }
 
     /// Commits the gradients of all mini-batches since the last commit, as if they were one.
@@ -113,7 +115,7 @@ impl Pipeline {
         let target = input.beside(target);
         self.in_format(|this| {
             let request = this.request(Use::Evaluate, &input, &target);
-            step::run(this, request, |this, context| {
+            step::run(this, request, Ending::Commit, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, Mode::Evaluate)
             })
         })
@@ -145,12 +147,13 @@ impl Pipeline {
             Ok((None, f(M::from_tensors(values)?)))
         });
         let input = Arranged::of(input);
-        self.in_format(|this| {
+        let step = self.in_format(|this| {
             let request = this.request(Use::Map, &input, &input.beside(&()));
-            step::map(this, request, |this, context| {
+            step::run(this, request, Ending::Commit, |this, context| {
                 this.try_batch(input.batch(), &(), &shared, context, Mode::Evaluate)
             })
-        })
+        })?;
+        Ok(step.outputs)
     }
 
     /// Returns the request for a step with this mini-batch.

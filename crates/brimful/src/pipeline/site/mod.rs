@@ -9,7 +9,6 @@ pub(crate) use blueprint::{Blueprint, StageBuild};
 pub(crate) use stage::{Boundary, Stage, leaves};
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use brimful_torch::foreach;
@@ -21,7 +20,7 @@ use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::stage_layout::StageLayout;
 use crate::pipeline::transfers::{HostStaging, StageTransfer, TransferClock};
 use crate::random::{Generator, StepRng};
-use crate::statistics::Pending;
+use crate::statistics::Collecting;
 use crate::step::NonFinitePolicy;
 use crate::streams::CopyStreams;
 use crate::update::OptimizerPart;
@@ -94,7 +93,9 @@ impl Site {
         // Layers that update their statistics at every run would do so in this run too.
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
-        let output = run_again(|| self.run(at, input, rng, true));
+        let recomputing = Recomputing::begin();
+        let output = self.run(at, input, rng, true);
+        drop(recomputing);
         if !before.is_empty() {
             foreach::copy(&self.unmanaged, &before)?;
         }
@@ -241,13 +242,23 @@ pub fn is_recomputing() -> bool {
     RECOMPUTING.get()
 }
 
-/// Runs a forward for activation recomputation: [`is_recomputing`] returns true, and running statistics do
-/// not count it.
-fn run_again<T>(f: impl FnOnce() -> T) -> T {
-    // For the layers' own effects; `collect` keeps this library's BatchNorm from counting.
-    RECOMPUTING.set(true);
-    // A panic resumes only after the step's own statistics are back in place.
-    let (_, result) = Pending::collect(true, || panic::catch_unwind(AssertUnwindSafe(f)));
-    RECOMPUTING.set(false);
-    result.unwrap_or_else(|payload| panic::resume_unwind(payload))
+/// Guard during which a forward runs for activation recomputation: [`is_recomputing`] returns true, and running
+/// statistics do not count it.
+struct Recomputing {
+    /// Keeps this library's BatchNorm from counting.
+    _statistics: Collecting,
+}
+
+impl Recomputing {
+    fn begin() -> Self {
+        // For the layers' own effects.
+        RECOMPUTING.set(true);
+        Self { _statistics: Collecting::begin(true) }
+    }
+}
+
+impl Drop for Recomputing {
+    fn drop(&mut self) {
+        RECOMPUTING.set(false);
+    }
 }

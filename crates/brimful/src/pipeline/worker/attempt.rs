@@ -13,7 +13,7 @@ use crate::pipeline::run::{Job, Mode, WorkerFailure, WorkerRun};
 use crate::pipeline::site::StepExtent;
 use crate::pipeline::transfers::Tensors;
 use crate::random::Randomness;
-use crate::statistics::Pending;
+use crate::statistics::Collecting;
 use crate::step::{PartReport, StoreAttempt, Tally, Undo};
 use crate::{Result, oom};
 use brimful_plan::bytes::Bytes;
@@ -245,7 +245,9 @@ impl Worker {
         unmanaged: Unmanaged,
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<(WorkerRun, Undo), WorkerFailure> {
-        let (statistics, result) = Pending::collect(false, || self.go_on(run, wanted));
+        let collecting = Collecting::begin(false);
+        let result = self.go_on(run, wanted);
+        let statistics = collecting.end();
         // Each step draws from its own seed, so no random state needs restoring.
         or_undo(result, Undo { statistics, randomness: Randomness::default(), unmanaged })
     }
