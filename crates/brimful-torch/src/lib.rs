@@ -43,6 +43,7 @@ pub mod device;
 mod error;
 mod ffi;
 pub mod foreach;
+pub mod grad_mode;
 pub mod gradients;
 pub mod graph;
 pub mod host;

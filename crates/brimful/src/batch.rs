@@ -63,6 +63,14 @@ pub(crate) fn tensor_bytes(tensor: &Tensor) -> u64 {
     (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }
 
+/// Returns the dtype in which gradients of this dtype are summed: sums in half precision would lose digits.
+pub(crate) fn summed_in(kind: Kind) -> Kind {
+    match kind {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        kind => kind,
+    }
+}
+
 pub(crate) fn devices(batch: &impl Batch) -> Vec<Device> {
     tensors(batch).into_iter().map(Tensor::device).collect()
 }
@@ -379,6 +387,14 @@ fn describe(tensor: &Tensor) -> String {
         "_".clone_into(samples);
     }
     format!("a {:?} tensor of shape [{}]", tensor.kind(), dimensions.join(", "))
+}
+
+/// Cuts the padding off a gradient of outputs that were padded to the longest sequence of all.
+pub(crate) fn as_wide_as(output: &Tensor, gradient: Tensor) -> Result<Tensor> {
+    match (output.size().get(1), gradient.size().get(1)) {
+        (Some(&own), Some(&padded)) if own < padded => Ok(gradient.f_narrow(1, 0, own)?),
+        _ => Ok(gradient),
+    }
 }
 
 #[cfg(test)]

@@ -48,7 +48,7 @@ impl<'a, B: Batch> Feed<'a, B> {
         streams: &'a CopyStreams,
         borrower: Borrower,
     ) -> Result<Self> {
-        let (device, devices) = (streams.device(), batch::devices(batch));
+        let (device, devices) = (streams.device, batch::devices(batch));
         // The closure may change copies. Tensors that are on the device already belong to the caller and are lent.
         let lender = devices.contains(&device).then(|| {
             let is_known = streams.borrowers.knows(borrower);
@@ -71,7 +71,7 @@ impl<'a, B: Batch> Feed<'a, B> {
                 None => Ok(None),
             };
         };
-        let device = self.streams.device();
+        let device = self.streams.device;
         let micro_batch = match &mut self.ahead {
             Some(ahead) => ahead.take(device)?,
             None => moved(&batch::slice(self.batch, range.clone())?, device)?,
@@ -122,12 +122,12 @@ type Arrival = (Vec<Tensor>, Option<Event>);
 
 impl<B: Batch> Ahead<B> {
     fn start(batch: &B, ranges: &[Range<usize>], streams: &CopyStreams) -> Result<Self> {
-        let compute = Stream::current(streams.device())?;
+        let compute = Stream::current(streams.device)?;
         let slices = ranges.iter().cloned().map(|range| batch::slice(batch, range));
         let slices = slices.collect::<Result<Vec<B>>>()?;
         // After the cut, which may compute on the source's device: sequences are trimmed.
         let fence = StreamFence::behind(batch::tensors(batch).into_iter())?;
-        let sources = slices.iter().map(|slice| elsewhere(slice, streams.device()));
+        let sources = slices.iter().map(|slice| elsewhere(slice, streams.device));
         let sources = sources.collect::<Result<_>>()?;
         let (arrivals, arrived) = sync_channel(0);
         let (releases, released) = channel();
@@ -229,7 +229,9 @@ fn elsewhere<B: Batch>(slice: &B, device: Device) -> Result<Vec<Tensor>> {
 
 /// Returns whether the leaf need not be copied to the device.
 fn is_there(leaf: Leaf<'_>, device: Device) -> bool {
-    leaf.tensor().device() == device || leaf.stays_on_the_host()
+    // A rank without a sample has undefined outputs.
+    let tensor = leaf.tensor();
+    !tensor.defined() || tensor.device() == device || leaf.stays_on_the_host()
 }
 
 fn gone() -> Error {

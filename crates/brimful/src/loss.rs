@@ -31,6 +31,7 @@
 
 mod error;
 
+use std::error::Error as StdError;
 use std::ops::{Add, Mul};
 
 use serde::{Deserialize, Serialize};
@@ -38,7 +39,8 @@ use tch::{Kind, Tensor};
 
 pub use error::LossError;
 
-use crate::Result;
+use crate::batch::Batch;
+use crate::{Error, Result};
 
 /// Loss of one micro-batch: terms with their denominators.
 #[derive(Debug)]
@@ -285,6 +287,42 @@ impl From<Tensor> for Weight {
 impl From<&Tensor> for Weight {
     fn from(tensor: &Tensor) -> Self {
         Self::Tensor(tensor.shallow_clone())
+    }
+}
+
+/// Return value of a closure: a loss, a pair of a loss and outputs, or a `Result` of one of them.
+pub trait IntoLoss {
+    /// Outputs, joined in sample order; `()` for a bare loss.
+    type Outputs: Batch + 'static;
+
+    /// Splits it into loss and outputs.
+    ///
+    /// # Errors
+    /// With the closure's own error.
+    fn into_parts(self) -> Result<(Loss, Self::Outputs)>;
+}
+
+impl IntoLoss for Loss {
+    type Outputs = ();
+
+    fn into_parts(self) -> Result<(Loss, ())> {
+        Ok((self, ()))
+    }
+}
+
+impl<O: Batch + 'static> IntoLoss for (Loss, O) {
+    type Outputs = O;
+
+    fn into_parts(self) -> Result<(Loss, O)> {
+        Ok(self)
+    }
+}
+
+impl<R: IntoLoss, E: Into<Box<dyn StdError + Send + Sync>>> IntoLoss for Result<R, E> {
+    type Outputs = R::Outputs;
+
+    fn into_parts(self) -> Result<(Loss, R::Outputs)> {
+        self.map_err(Error::of_closure)?.into_parts()
     }
 }
 

@@ -18,13 +18,13 @@ use std::sync::Once;
 
 use brimful_torch::{ErrorKind, TorchError, arena};
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
+use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 
 /// Out-of-memory error: the memory, the bytes asked for, and the bytes in use, as far as the message
 /// contains them.
-#[derive(Debug, Clone, PartialEq, Eq, Error, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error("{message}; {}", self.place.remedy())]
 #[non_exhaustive]
 pub struct OutOfMemory {
@@ -141,7 +141,10 @@ impl<E> From<E> for Caught<E> {
 /// An out-of-memory panic is not printed to standard error, because the caller is about to handle it; any
 /// other is printed as usual.
 pub fn catch<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, Caught<E>> {
-    match unseen(Unseen::OutOfMemory, || panic::catch_unwind(AssertUnwindSafe(f))) {
+    let unseen = UnseenGuard::set(Unseen::OutOfMemory);
+    let caught = panic::catch_unwind(AssertUnwindSafe(f));
+    drop(unseen);
+    match caught {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(match recognise(&error.to_string()) {
             Some(oom) => Caught::OutOfMemory(oom),
@@ -243,7 +246,10 @@ fn bytes(number: &str, unit: &str) -> Option<Bytes> {
 /// Runs `f` without printing its panics, because the caller handles every failure. Returns the first line of
 /// the error.
 pub(crate) fn catch_unseen<T, E: Display>(f: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
-    let text = match unseen(Unseen::All, || panic::catch_unwind(AssertUnwindSafe(f))) {
+    let unseen = UnseenGuard::set(Unseen::All);
+    let caught = panic::catch_unwind(AssertUnwindSafe(f));
+    drop(unseen);
+    let text = match caught {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => error.to_string(),
         Err(payload) => panic_text(&*payload).unwrap_or("a panic without words").to_owned(),
@@ -263,28 +269,65 @@ thread_local! {
     static UNSEEN: Cell<Unseen> = const { Cell::new(Unseen::None) };
 }
 
-/// Runs `f` without printing these panics of this thread.
-fn unseen<T>(which: Unseen, f: impl FnOnce() -> T) -> T {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let others = panic::take_hook();
-        panic::set_hook(Box::new(move |info| {
-            let expected = match UNSEEN.get() {
-                Unseen::None => false,
-                Unseen::OutOfMemory => {
-                    panic_text(info.payload()).is_some_and(|t| recognise(t).is_some())
+/// Guard during which these panics of this thread are not printed.
+struct UnseenGuard {
+    before: Unseen,
+}
+
+impl UnseenGuard {
+    fn set(which: Unseen) -> Self {
+        static HOOK: Once = Once::new();
+        HOOK.call_once(|| {
+            let others = panic::take_hook();
+            panic::set_hook(Box::new(move |info| {
+                let expected = match UNSEEN.get() {
+                    Unseen::None => false,
+                    Unseen::OutOfMemory => {
+                        panic_text(info.payload()).is_some_and(|t| recognise(t).is_some())
+                    }
+                    Unseen::All => true,
+                };
+                if !expected {
+                    others(info);
                 }
-                Unseen::All => true,
-            };
-            if !expected {
-                others(info);
-            }
-        }));
-    });
-    let before = UNSEEN.replace(which);
-    let result = f();
-    UNSEEN.set(before);
-    result
+            }));
+        });
+        Self { before: UNSEEN.replace(which) }
+    }
+}
+
+impl Drop for UnseenGuard {
+    fn drop(&mut self) {
+        UNSEEN.set(self.before);
+    }
+}
+
+/// Converts a caught failure to an error. tch panics if memory runs out when it converts a number to a tensor,
+/// so a panic may be out of memory.
+pub(crate) fn into_error(caught: Caught<Error>) -> Error {
+    match caught {
+        Caught::OutOfMemory(oom) => oom.into(),
+        Caught::Error(error) => error,
+        Caught::Panic(payload) => Error::Panicked { message: panic_message(&*payload) },
+    }
+}
+
+/// Returns the message of a panic.
+pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
+    panic_words(payload).unwrap_or_else(|| "without a word".to_owned())
+}
+
+/// Returns the error; resumes a panic that is not out-of-memory.
+pub(crate) fn into_error_or_panic(caught: Caught<Error>) -> Error {
+    match caught {
+        Caught::Panic(payload) => panic::resume_unwind(payload),
+        other => into_error(other),
+    }
+}
+
+/// Runs `f`; a panic becomes an error, which can be reported to other ranks.
+pub(crate) fn caught<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch(f).map_err(into_error)
 }
 
 #[cfg(test)]

@@ -4,8 +4,7 @@
 use std::error::Error as StdError;
 
 use crate::memory::Memory;
-use crate::oom::{self, Caught};
-use crate::step::into_error_or_panic;
+use crate::oom::{self, Caught, into_error_or_panic};
 use crate::{Error, Result};
 
 /// Runs `f` in this memory. If memory runs out, empties the cache and calls `f` once more.

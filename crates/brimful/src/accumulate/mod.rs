@@ -7,7 +7,6 @@
 //! Terms of a loss whose denominators are known only at the end need sums of their own ([`Sums`] has one list
 //! for each group), because one sum cannot be divided by two numbers.
 
-mod dense;
 mod others;
 mod part;
 mod sums;
@@ -23,10 +22,10 @@ use brimful_torch::split_backward::{Begun, SplitBackward};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::ranks::{Buckets, RankSum, summed_in};
-pub(crate) use dense::{Named, check_dense, name_of};
+use crate::batch::summed_in;
+use crate::ranks::{Buckets, RankSum};
 use part::ModelPart;
-pub(crate) use sums::{Addends, Finished, Sum, Sums};
+pub(crate) use sums::{Addends, Finished, Named, Sum, Sums, Total, check_dense, name_of};
 use sums::{add_sum, gradient};
 
 /// Parameters whose earlier gradients are set aside while a step makes its own.
@@ -85,6 +84,13 @@ impl Accumulator {
     /// Sends gradients to other ranks on this channel while the last backward is still running.
     pub(crate) fn summing(mut self, collective: Option<RankSum>) -> Self {
         self.collective = collective;
+        self
+    }
+
+    /// Sets whether other leaves are summed too. Otherwise they are refused: replicas, stages and ranks would
+    /// add to one leaf at the same time, or miss each other's gradients.
+    pub(crate) fn summing_others(mut self, wanted: bool) -> Self {
+        self.sums_others = wanted;
         self
     }
 

@@ -9,13 +9,6 @@ use super::{Accumulator, fitting_gradient, is_summed_apart};
 use crate::{Error, Result};
 
 impl Accumulator {
-    /// Sets whether other leaves are summed too. Otherwise they are refused: replicas, stages and ranks would
-    /// add to one leaf at the same time, or miss each other's gradients.
-    pub(crate) fn summing_others(mut self, wanted: bool) -> Self {
-        self.sums_others = wanted;
-        self
-    }
-
     /// Adds a leaf that a backward has reached to this step's parameters, or refuses it. The backward has not
     /// run yet, and can start anew.
     ///

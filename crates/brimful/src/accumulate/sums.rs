@@ -1,11 +1,15 @@
 //! Gradient sums of a step: summed over groups, replicas and ranks, and committed to the parameters.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use brimful_torch::autograd::set_gradient;
+use brimful_torch::gradients::first_sparse;
 use brimful_torch::{foreach, transfer};
+use tch::nn::Variables;
 use tch::{Device, Kind, Tensor};
 
-use crate::Result;
 use crate::ranks::{Buckets, RankSum};
+use crate::{Error, Result};
 
 /// One gradient sum for each parameter; `None` without a gradient.
 pub(crate) type Sum = Vec<Option<Tensor>>;
@@ -104,24 +108,23 @@ impl Sums {
         Ok(())
     }
 
-    /// Combines the sums of all groups, each times its factor, ready to be added to the gradients.
-    pub(crate) fn finish(self, parameters: &[Tensor], factors: &[f64]) -> Result<Finished> {
+    /// Combines the sums of all groups, each times its factor.
+    pub(crate) fn total(self, parameters: usize, factors: &[f64]) -> Result<Total> {
         let (lent, on_host) = (self.lent, self.on_host);
-        let total = self.total(parameters.len(), factors)?;
-        Ok(Finished(cast(total, parameters, lent, on_host)?))
+        Ok(Total { sum: self.combined(parameters, factors)?, lent, on_host })
     }
 
     /// Combines the sums over all ranks; `present` says for each parameter whether any rank has a gradient.
     /// With `alike`, all ranks have a single, equal factor, which is applied at the end: so gradients may be in
     /// flight before it is known.
-    pub(crate) fn finish_over_ranks(
+    pub(crate) fn total_over_ranks(
         mut self,
         parameters: &[Tensor],
         factors: &[f64],
         alike: bool,
         collective: &RankSum,
         present: &[bool],
-    ) -> Result<Finished> {
+    ) -> Result<Total> {
         let mut buckets = match self.buckets.take() {
             Some(buckets) => buckets,
             None => Buckets::new(collective.clone(), parameters)?,
@@ -131,7 +134,7 @@ impl Sums {
         let last = factors.first().copied().filter(|_| alike);
         let first = if alike { &[][..] } else { factors };
         let on_host = self.on_host;
-        buckets.fill(&self.total(parameters.len(), first)?)?;
+        buckets.fill(&self.combined(parameters.len(), first)?)?;
         let here = |((sum, parameter), present): ((Tensor, &Tensor), &bool)| {
             let here = || match parameter.device() {
                 Device::Cpu => Ok(sum.shallow_clone()),
@@ -140,9 +143,9 @@ impl Sums {
             present.then(here).transpose()
         };
         let sums = buckets.summed()?.into_iter().zip(parameters).zip(present);
-        let total = sums.map(here).collect::<Result<Sum, _>>()?;
-        scale(&total, last)?;
-        Ok(Finished(cast(total, parameters, false, on_host)?))
+        let sum = sums.map(here).collect::<Result<Sum, _>>()?;
+        scale(&sum, last)?;
+        Ok(Total { sum, lent: false, on_host })
     }
 
     /// Returns whether each parameter has a sum.
@@ -153,7 +156,7 @@ impl Sums {
     }
 
     /// Combines the sums of all groups, each times its factor.
-    fn total(self, parameters: usize, factors: &[f64]) -> Result<Sum> {
+    fn combined(self, parameters: usize, factors: &[f64]) -> Result<Sum> {
         let mut groups = self.groups.into_iter();
         let mut total = groups.next().unwrap_or_default();
         scale(&total, factors.first().copied())?;
@@ -166,9 +169,35 @@ impl Sums {
     }
 }
 
+/// Gradients of a step, one for each parameter, in the dtype in which they were summed.
+#[derive(Debug, Default)]
+pub(crate) struct Total {
+    sum: Sum,
+    lent: bool,
+    on_host: bool,
+}
+
+impl Total {
+    /// Takes a parameter's gradient out.
+    pub(crate) fn take(&mut self, parameter: usize) -> Option<Tensor> {
+        self.sum.get_mut(parameter)?.take()
+    }
+
+    /// Adds gradients of the same parameters, which were summed apart.
+    pub(crate) fn add(&mut self, other: Sum) -> Result<()> {
+        self.sum.resize_with(other.len().max(self.sum.len()), || None);
+        add_sum(&mut self.sum, other)
+    }
+
+    /// Casts the gradients to their parameters' dtypes, ready to be added to existing ones.
+    pub(crate) fn finish(self, parameters: &[Tensor]) -> Result<Finished> {
+        Ok(Finished(cast(self.sum, parameters, self.lent, self.on_host)?))
+    }
+}
+
 /// Gradients of a step, one for each parameter, not yet visible to the user.
 #[derive(Debug)]
-pub(crate) struct Finished(pub(crate) Sum);
+pub(crate) struct Finished(Sum);
 
 impl Finished {
     /// Returns the index and the dtype of the first gradient that would not be finite after the commit.
@@ -265,6 +294,25 @@ fn copied<'a>(sum: &Sum, like: impl Iterator<Item = Option<&'a Tensor>>) -> Resu
     let present = |sum: &Sum| sum.iter().flatten().map(Tensor::shallow_clone).collect::<Vec<_>>();
     foreach::copy(&present(&copy), &present(sum))?;
     Ok(copy)
+}
+
+/// Variables of a model, which give parameters their names.
+pub(crate) type Named = Arc<Mutex<Variables>>;
+
+/// Fails if any of these parameters has a sparse gradient. Reads nothing from a device.
+pub(crate) fn check_dense(parameters: &[Tensor], named: &Named) -> Result<()> {
+    match first_sparse(parameters) {
+        Some(at) => Err(Error::SparseGradient { parameter: name_of(&parameters[at], named) }),
+        None => Ok(()),
+    }
+}
+
+/// Returns the parameter's name in the model.
+pub(crate) fn name_of(parameter: &Tensor, named: &Named) -> String {
+    let variables = named.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = variables.named_variables.iter();
+    let found = all.find(|(_, tensor)| tensor.data_ptr() == parameter.data_ptr());
+    found.map_or_else(|| "(no variable of the store)".into(), |(name, _)| name.clone())
 }
 
 #[cfg(test)]

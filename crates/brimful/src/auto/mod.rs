@@ -1,15 +1,12 @@
 //! Automatic micro-batch sizes: predict what fits, survive out of memory, never change the batch.
 //!
 //! ```text
-//!   kind ──► sizer ──► policy (P)        the next size: probe, climb, choose; `failures` its ceiling
-//!              │          └─► trial     its answer
-//!              ├─────► memory_model (P)  need of a size, predicted from others
-//!              └─────► rates (P)         rate of each size
-//!   log          a step's decisions and number of retries
-//!   free_memory  bytes free for a step
-//!   stopwatch    times of its micro-batches
-//!   remembered   sizes found by earlier runs
-//!   watch        need and time of an attempt, in one memory or several
+//!   sizes ──► sizer ──► policy (P)        the next size: probe, climb, choose; a ceiling after failures
+//!               │          └─► decision  its answer, and the reason
+//!               ├─────► memory_model (P)  need of a size, predicted from others
+//!               └─────► rates             rate of each size, and times of micro-batches
+//!   sizes   a sizer for each kind of mini-batch, and sizes found by earlier runs
+//!   watch   need and time of an attempt, in one memory or several
 //!
 //!   (P) pure: numbers in, numbers out, without tensors or devices
 //! ```
@@ -38,27 +35,17 @@
 //! ```
 
 mod decision;
-mod failures;
-mod free_memory;
-mod kind;
-mod log;
 mod memory_model;
 mod policy;
 mod rates;
-mod remembered;
 mod sizer;
 mod sizes;
-mod stopwatch;
 #[cfg(test)]
 mod tests;
-mod trial;
 mod watch;
 
 pub use decision::{Decision, Why};
-pub(crate) use kind::{Kind, Use};
-pub(crate) use log::SizeLog;
 pub(crate) use policy::Goal;
-pub(crate) use remembered::{Identity, hash_of, hash_of_variables};
-pub(crate) use sizer::FEW_SAMPLES;
-pub(crate) use sizes::Sizes;
+pub(crate) use sizer::{FEW_SAMPLES, SizeLog};
+pub(crate) use sizes::{Identity, Kind, Sizes, Use, hash_of, hash_of_variables};
 pub(crate) use watch::{Ending, Peaks, SizeWatch};

@@ -2,10 +2,9 @@
 
 use proptest::prelude::*;
 
-use super::decision::Why;
+use super::decision::{Why, in_near_equal_parts};
 use super::policy::Goal;
 use super::sizer::{FreeMemory, Sizer};
-use super::trial::in_near_equal_parts;
 
 /// Simulated device.
 #[derive(Debug, Clone)]

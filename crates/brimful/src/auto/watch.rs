@@ -10,12 +10,9 @@ use std::time::Instant;
 
 use tch::Device;
 
-use super::decision::{Decision, Why};
-use super::free_memory::free_memory;
-use super::log::SizeLog;
-use super::sizer::{FreeMemory, Sizer, is_alone, tightest};
-use super::stopwatch::Stopwatch;
-use super::trial::{SizeTrial, in_near_equal_parts};
+use super::decision::{Decision, SizeTrial, Why, in_near_equal_parts};
+use super::rates::Stopwatch;
+use super::sizer::{FreeMemory, SizeLog, Sizer, free_memory, is_alone, tightest};
 use crate::batch::Samples;
 use crate::memory::{Memory, Usage};
 use crate::oom::OutOfMemory;

@@ -6,8 +6,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::sequences::widths;
-use super::{Batch, Leaf, join, leaves, len, map_cut};
+use super::{Batch, Leaf, join, leaves, len, map_cut, numbers};
 use crate::Result;
 use brimful_plan::split::{self, SplitError};
 
@@ -161,6 +160,17 @@ fn sorted<B: Batch>(given: &B) -> Result<(Option<B>, Samples)> {
     }
     let samples = Samples { count, lengths, places };
     Ok((Some(samples.arranged(given)?), samples))
+}
+
+/// Returns the width of each sample, which is that of its widest sequence; `None` without sequences.
+fn widths(batch: &impl Batch) -> Result<Option<Vec<usize>>> {
+    let mut all: Option<Tensor> = None;
+    for leaf in leaves(batch) {
+        let Leaf::Widths(widths) = leaf else { continue };
+        all = Some(all.map_or(Ok(widths.shallow_clone()), |all| all.f_maximum(widths))?);
+    }
+    let Some(all) = all else { return Ok(None) };
+    Ok(Some(numbers(&all)?.into_iter().map(|width| width as usize).collect()))
 }
 
 /// Pads the rows of all parts to the width of the widest part.

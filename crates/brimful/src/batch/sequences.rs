@@ -4,7 +4,7 @@ use std::ops::Deref;
 
 use tch::Tensor;
 
-use super::{Batch, Leaf, check_alike, leaf_len, leaves, numbers};
+use super::{Batch, Leaf, check_alike, leaf_len};
 use crate::Result;
 
 /// Default step of widths, in tokens. It gives few shapes, each of which needs a separate CUDA graph, and about
@@ -105,15 +105,4 @@ impl Batch for Sequences {
         let values = f(Leaf::Ragged { values: &self.values, widths: &self.widths })?;
         Ok(Self { values, widths: f(Leaf::Widths(&self.widths))? })
     }
-}
-
-/// Returns the width of each sample, which is that of its widest sequence; `None` without sequences.
-pub(super) fn widths(batch: &impl Batch) -> Result<Option<Vec<usize>>> {
-    let mut all: Option<Tensor> = None;
-    for leaf in leaves(batch) {
-        let Leaf::Widths(widths) = leaf else { continue };
-        all = Some(all.map_or(Ok(widths.shallow_clone()), |all| all.f_maximum(widths))?);
-    }
-    let Some(all) = all else { return Ok(None) };
-    Ok(Some(numbers(&all)?.into_iter().map(|width| width as usize).collect()))
 }

@@ -3,22 +3,24 @@
 use std::any::type_name;
 use std::time::Instant;
 
+use brimful_torch::arena::ArenaGuard;
+use brimful_torch::grad_mode::GradMode;
 use tch::Tensor;
 
 use super::graphs::{Closure, Surroundings};
 use super::pass::BatchPass;
-use super::{BatchRole, IntoLoss, MicroBatcher, Parts};
+use super::{BatchRole, MicroBatcher, Parts};
 use crate::accumulate::{Accumulator, Sums};
 use crate::batch::{Batch, Borrower, Samples};
-use crate::gradient_mode::with_graphs;
+use crate::loss::IntoLoss;
 use crate::memory::Memory;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
 use crate::ranks::RankSum;
-use crate::statistics::Pending;
+use crate::statistics::Collecting;
 use crate::step::{
-    self, AttemptContext, Cut, Failed, MicroBatchInfo, NonFinitePolicy, PartFigures, StoreAttempt,
-    Tally, Undo, into_error_or_panic, parameters,
+    self, Cut, Exchange, Failed, Handshake, MicroBatchInfo, MicroBatchRun, NonFinitePolicy,
+    PartFigures, StoreAttempt, Tally, Undo, parameters,
 };
 use crate::world::WorldError;
 use crate::{Error, Result};
@@ -27,38 +29,48 @@ use crate::{Error, Result};
 #[derive(Debug, Clone)]
 pub(crate) struct AttemptSettings {
     pub(crate) role: BatchRole,
-    pub(crate) closure: Closure,
+    /// Identity of the user's closure, for CUDA graphs.
+    pub(crate) closure: fn() -> Closure,
     /// Channel on which gradients are summed over the ranks while the last backward is still running.
     pub(crate) collective: Option<RankSum>,
     /// True if no other rank or replica takes part, so that leaves outside the store may have gradients too.
     pub(crate) alone: bool,
 }
 
+/// State before an attempt, and the guards under which it runs: its memory, autograd graphs, and statistics that are
+/// collected. [`MicroBatcher::end`] rolls back, not a drop: a rollback may fail, which must be reported.
+#[derive(Debug)]
+pub(super) struct Before {
+    _inside: Option<ArenaGuard>,
+    randomness: Randomness,
+    unmanaged: Vec<(Tensor, Tensor)>,
+    collecting: Collecting,
+    graphs: GradMode,
+}
+
 impl MicroBatcher {
-    /// Runs forward and backward as the step's only part in this process; `last` says whether the commit comes
-    /// next.
-    pub(super) fn attempt_alone<B: Batch, R: IntoLoss>(
+    /// Returns the settings of an attempt at the step's only part in this process; `last` says whether the commit
+    /// comes next.
+    pub(super) fn settings<F>(
         &mut self,
-        batch: &B,
-        context: AttemptContext<'_>,
-        closure: Closure,
+        handshake: &Handshake,
+        exchange: &Exchange,
         last: bool,
-        f: &mut impl FnMut(B) -> R,
-    ) -> Result<(Parts, R::Outputs), Failed> {
-        let AttemptContext { cut, handshake, exchange } = context;
+        f: &F,
+    ) -> AttemptSettings {
         let role = step::role(self, handshake, 0, last);
         let collective = exchange.summing().filter(|_| last);
-        let how = AttemptSettings { role, closure, collective, alone: self.state.team.is_alone() };
-        self.only_part(|this| this.attempt(batch, cut, how, f))
+        let alone = self.state.team.is_alone();
+        AttemptSettings { role, closure: identity(f), collective, alone }
     }
 
-    /// Runs the step's only part in this process.
+    /// Adds the figures to the step's only part in this process, which began at `start`; undoes it if that fails.
     pub(super) fn only_part<O>(
         &mut self,
-        run: impl FnOnce(&mut Self) -> Result<(StoreAttempt, O)>,
+        start: Instant,
+        ran: Result<(StoreAttempt, O), Caught<Error>>,
     ) -> Result<(Parts, O), Failed> {
-        let start = Instant::now();
-        let (attempt, outputs) = oom::catch(|| run(self))?;
+        let (attempt, outputs) = ran?;
         let figures = self.figures_of(&attempt, start);
         let (attempt, figures) = attempt.unless_failed(figures)?;
         Ok((Parts { attempt, figures: vec![Some(figures)] }, outputs))
@@ -71,73 +83,89 @@ impl MicroBatcher {
         start: Instant,
     ) -> Result<PartFigures> {
         let usage = self.memory.as_ref().map(Memory::usage).transpose()?;
+        let peak = usage.map(|usage| usage.peak);
+        let (peak, replayed, captured) = match &mut self.graphs {
+            Some(graphs) => {
+                let peak = peak.map(|peak| graphs.room.take_peak(peak));
+                (peak, std::mem::take(&mut graphs.replayed), graphs.new)
+            }
+            None => (peak, 0, false),
+        };
         Ok(PartFigures {
             samples: attempt.samples(),
             time: start.elapsed(),
-            peak: usage.map(|usage| self.graphs.room.take_peak(usage.peak)),
-            replayed: std::mem::take(&mut self.graphs.replayed),
-            captured: self.graphs.new,
+            peak,
+            replayed,
+            captured,
             unmanaged_norms: self.unmanaged.moving_layers(),
         })
     }
 
-    /// Runs forward and backward over the micro-batches and commits nothing. Reruns them eagerly where a
-    /// captured graph turns out to be out of date.
+    /// Runs forward and backward over the micro-batches, each eagerly or by CUDA graph, and commits nothing. Reruns
+    /// all of them eagerly if a captured graph turns out to be out of date: for sizes, replicas and ranks, that is
+    /// one attempt.
     pub(crate) fn attempt<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
         cut: &mut Cut,
-        how: AttemptSettings,
+        how: &AttemptSettings,
         f: &mut impl FnMut(B) -> R,
-    ) -> Result<(StoreAttempt, R::Outputs)> {
-        match self.attempt_once(batch, cut, how.clone(), false, f) {
-            // Handled here, so that for sizes, replicas and ranks it is one attempt.
-            Err(Error::OutOfDate) => {
-                cut.restart();
-                self.attempt_once(batch, cut, how, true, f)
+    ) -> Result<(StoreAttempt, R::Outputs), Caught<Error>> {
+        let role = how.role;
+        let closure = self.graphs.is_some().then(|| (how.closure)());
+        let mut eager = closure.is_none();
+        loop {
+            let given_count = cut.given_count();
+            self.begin_peak()?;
+            let before = self.before()?;
+            let ran = oom::catch(|| {
+                let mut pass = self.begin_pass(how, eager)?;
+                let borrower = Borrower::of(f);
+                let streams = &self.copy_streams;
+                let mut micro_batches = cut.micro_batches(batch, role, streams, borrower);
+                while let Some((info, micro_batch)) = micro_batches.next()? {
+                    let MicroBatchInfo { number, weight, is_trial, .. } = info;
+                    // Only the last backward completes gradients, so only during it may they go to other ranks.
+                    if Some(number + 1) == given_count {
+                        pass.accumulator.expect_the_last();
+                    }
+                    let format_choice = &self.format_choice;
+                    let mut ran = match (&mut self.graphs, closure) {
+                        (Some(graphs), Some(closure)) => {
+                            // A size that is only being tried is not worth a capture.
+                            let is_steady = !is_trial;
+                            let surroundings = Surroundings { format_choice, closure, is_steady };
+                            graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)
+                        }
+                        _ => {
+                            let formatted = format_choice.of(micro_batch);
+                            let ran = formatted.and_then(|batch| pass.run(batch, &weight, f));
+                            ran.map(|()| MicroBatchRun::PLAINLY)
+                        }
+                    };
+                    if ran.is_ok() && self.state.non_finite == NonFinitePolicy::RefuseGradients {
+                        let largest = pass.accumulator.largest();
+                        let added = largest.and_then(|largest| pass.tally.add_largest(largest));
+                        ran = added.and(ran);
+                    }
+                    micro_batches.done(ran)?;
+                }
+                drop(micro_batches);
+                let outputs = joined(pass.outputs, cut.samples())?;
+                Ok((pass.accumulator.finish()?, pass.tally, outputs))
+            });
+            match self.end(before, ran) {
+                Err(Caught::Error(Error::OutOfDate)) if !eager => {
+                    cut.restart();
+                    eager = true;
+                }
+                ended => {
+                    let ((summed, tally, outputs), undo) = ended?;
+                    self.judge(&undo, cut);
+                    return Ok((self.attempt_of(summed, tally, undo, role, cut), outputs));
+                }
             }
-            ended => ended,
         }
-    }
-
-    /// Runs all micro-batches, each by CUDA graph or eagerly.
-    fn attempt_once<B: Batch, R: IntoLoss>(
-        &mut self,
-        batch: &B,
-        cut: &mut Cut,
-        how: AttemptSettings,
-        eager: bool,
-        f: &mut impl FnMut(B) -> R,
-    ) -> Result<(StoreAttempt, R::Outputs)> {
-        let (role, closure) = (how.role, how.closure);
-        let given_count = cut.given_count();
-        self.begin_peak()?;
-        let ((summed, tally, outputs), undo) = self.trained(cut, |this, cut| {
-            let mut pass = this.begin_pass(how, eager)?;
-            let borrower = Borrower::of(f);
-            let mut micro_batches = cut.micro_batches(batch, role, &this.copy_streams, borrower);
-            while let Some((info, micro_batch)) = micro_batches.next()? {
-                let MicroBatchInfo { number, weight, is_trial, .. } = info;
-                // Only the last backward completes gradients, so only during it may they go to other ranks.
-                if Some(number + 1) == given_count {
-                    pass.accumulator.expect_the_last();
-                }
-                let format_choice = &this.format_choice;
-                // A size that is only being tried is not worth a capture.
-                let surroundings = Surroundings { format_choice, closure, is_steady: !is_trial };
-                let mut ran = this.graphs.run(&mut pass, micro_batch, &weight, f, &surroundings);
-                if ran.is_ok() && this.state.non_finite == NonFinitePolicy::RefuseGradients {
-                    let largest = pass.accumulator.largest();
-                    let added = largest.and_then(|largest| pass.tally.add_largest(largest));
-                    ran = added.and(ran);
-                }
-                micro_batches.done(ran)?;
-            }
-            drop(micro_batches);
-            let outputs = joined(pass.outputs, cut.samples())?;
-            Ok((pass.accumulator.finish()?, pass.tally, outputs))
-        })?;
-        Ok((self.attempt_of(summed, tally, undo, role, cut), outputs))
     }
 
     /// Wraps the sums of a mini-batch that has run in this role, with their parameters.
@@ -158,7 +186,7 @@ impl MicroBatcher {
     }
 
     /// Starts a pass over a mini-batch.
-    fn begin_pass<O>(&mut self, how: AttemptSettings, eager: bool) -> Result<BatchPass<O>> {
+    fn begin_pass<O>(&mut self, how: &AttemptSettings, eager: bool) -> Result<BatchPass<O>> {
         let AttemptSettings { role, collective, alone, .. } = how;
         let parameters = parameters(&self.variables);
         // Not between the parts of a step: its sums have the memory format that the parameters had at its
@@ -166,10 +194,12 @@ impl MicroBatcher {
         if role.begins {
             self.format_choice.begin(&parameters)?;
         }
-        self.graphs.begin(parameters.len(), &self.variables, eager)?;
+        if let Some(graphs) = &mut self.graphs {
+            graphs.begin(parameters.len(), &self.variables, eager)?;
+        }
         let accumulator = Accumulator::begin(parameters, &self.variables)?
-            .summing(collective)
-            .summing_others(alone);
+            .summing(collective.clone())
+            .summing_others(*alone);
         let window = self.state.window.as_ref();
         let tally =
             window.map_or_else(Tally::default, |window| window.attempt.attempt.tally.following());
@@ -181,41 +211,49 @@ impl MicroBatcher {
         self.memory.as_ref().map_or(Ok(()), Memory::reset_peak)
     }
 
-    /// Runs a part of a training step in [`MicroBatcher::guarded`], and learns which statistics no layer reports.
-    pub(super) fn trained<T>(
-        &mut self,
-        cut: &mut Cut,
-        f: impl FnOnce(&mut Self, &mut Cut) -> Result<T>,
-    ) -> Result<(T, Undo)> {
-        let (value, undo) = self.guarded(|this| f(this, cut))?;
-        self.unmanaged.judge(&undo.statistics, &undo.unmanaged, cut.sizes().len());
-        Ok((value, undo))
+    /// Notes the state before an attempt, and enters the memory, the graphs and the statistics in which it runs.
+    pub(super) fn before(&self) -> Result<Before> {
+        Ok(Before {
+            _inside: self.memory.as_ref().and_then(Memory::enter),
+            // Noted before the first number is drawn, so that a retry draws the same dropout masks.
+            randomness: Randomness::now(self.device)?,
+            unmanaged: self.unmanaged.save(&self.variables)?,
+            collecting: Collecting::begin(false),
+            graphs: GradMode::set(true),
+        })
     }
 
-    /// Runs `f` inside the memory; restores statistics and random state if it fails.
-    pub(super) fn guarded<T>(
+    /// Ends an attempt: returns its result with the state to roll back to, or rolls back a failure.
+    pub(super) fn end<T>(
         &mut self,
-        f: impl FnOnce(&mut Self) -> Result<T>,
-    ) -> Result<(T, Undo)> {
-        let _inside = self.memory.as_ref().and_then(Memory::enter);
-        // Noted before the first number is drawn, so that a retry draws the same dropout masks.
-        let randomness = Randomness::now(self.device)?;
-        let unmanaged = self.unmanaged.save(&self.variables)?;
-        let (statistics, result) =
-            Pending::collect(false, || oom::catch(|| with_graphs(true, || f(self))));
-        let undo = Undo { statistics, randomness, unmanaged };
-        match result {
+        before: Before,
+        ran: Result<T, Caught<Error>>,
+    ) -> Result<(T, Undo), Caught<Error>> {
+        let Before { _inside, randomness, unmanaged, collecting, graphs } = before;
+        drop(graphs);
+        let undo = Undo { statistics: collecting.end(), randomness, unmanaged };
+        match ran {
             Ok(value) => Ok((value, undo)),
             Err(caught) => {
                 undo.run()?;
                 // Graphs keep memory that the next attempt may need, whichever layer retries.
-                if matches!(caught, Caught::OutOfMemory(_)) {
-                    self.graphs.clear()?;
+                if let (Caught::OutOfMemory(_), Some(graphs)) = (&caught, &mut self.graphs) {
+                    graphs.clear()?;
                 }
-                Err(into_error_or_panic(caught))
+                Err(caught)
             }
         }
     }
+
+    /// Learns from a part of a training step which statistics no layer reports.
+    pub(super) fn judge(&mut self, undo: &Undo, cut: &Cut) {
+        self.unmanaged.judge(&undo.statistics, &undo.unmanaged, cut.sizes().len());
+    }
+}
+
+/// Returns a function that identifies a closure by its type.
+pub(crate) fn identity<F>(_: &F) -> fn() -> Closure {
+    Closure::of_type::<F>
 }
 
 /// Joins the outputs of all micro-batches of these samples. A rank without a sample gets blank outputs.

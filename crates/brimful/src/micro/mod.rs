@@ -24,7 +24,6 @@
 //! ```
 
 mod attempt;
-mod engine;
 mod evaluate;
 mod graphs;
 mod pass;
@@ -34,23 +33,25 @@ mod whole;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use tch::Device;
 use tch::nn::{VarStore, Variables};
+use tch::{Device, Tensor};
 
 pub use crate::memory_format::MemoryFormat;
 
-use crate::Result;
-use crate::auto::Use;
+use crate::auto::{Kind, Use};
 use crate::batch::{self, Arranged, Batch};
-use crate::memory::Memory;
+use crate::loss::IntoLoss;
+use crate::memory::{Arena, Memory};
 use crate::memory_format::{FormatChoice, InMemoryFormat};
 use crate::step::{
-    self, BatchRole, IntoLoss, MicroBatches, Parts, StepReport, StepRequest, StepState,
-    UnmanagedStatistics,
+    self, AttemptContext, BatchRole, Ending, Engine, Hints, MicroBatches, Parts, PartsEngine,
+    Seeding, StepReport, StepRequest, StepState, Team, Trained, UnmanagedStatistics,
+    gradient_bytes, names, parameters,
 };
 use crate::streams::CopyStreams;
-pub(crate) use attempt::AttemptSettings;
-pub(crate) use graphs::Closure;
+use crate::{Result, device};
+pub(crate) use attempt::{AttemptSettings, identity};
+use brimful_plan::bytes::Bytes;
 use graphs::MicroGraphs;
 
 /// Runs mini-batches through one device in micro-batches, with exactly the full batch's gradient.
@@ -62,7 +63,10 @@ pub struct MicroBatcher {
     copy_streams: CopyStreams,
     memory: Option<Memory>,
     unmanaged: UnmanagedStatistics,
-    graphs: MicroGraphs,
+    /// CUDA graphs; `None` unless they are wanted and available.
+    graphs: Option<Box<MicroGraphs>>,
+    /// Reason why micro-batches run eagerly although CUDA graphs were requested, while there are none.
+    eager_cause: Option<String>,
     format_choice: FormatChoice,
     state: StepState<Parts>,
 }
@@ -77,7 +81,8 @@ impl MicroBatcher {
             copy_streams: CopyStreams::new(device),
             memory: (device != Device::Cpu).then_some(Memory::Accelerator(device)),
             unmanaged: UnmanagedStatistics::default(),
-            graphs: MicroGraphs::new(device),
+            graphs: None,
+            eager_cause: None,
             format_choice: FormatChoice::default(),
             state: StepState::new(size),
         }
@@ -97,11 +102,15 @@ impl MicroBatcher {
         batch: &B,
         mut f: impl FnMut(B) -> R,
     ) -> Result<StepReport<R::Outputs>> {
-        let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
         let step = self.in_format(|this| {
-            step::run(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
-                this.attempt_alone(arranged.batch(), attempt, closure, true, &mut f)
+            let request = StepRequest::new(Use::Train, &arranged);
+            step::run(this, request, Ending::Commit, |this, context| {
+                let start = Instant::now();
+                let AttemptContext { cut, handshake, exchange } = context;
+                let how = this.settings(handshake, exchange, true, &f);
+                let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
+                this.only_part(start, ran)
             })
         })?;
         // Measured over whole steps: a memory format also affects the backward and the cost of conversion.
@@ -121,18 +130,22 @@ impl MicroBatcher {
     ) -> Result<R::Outputs> {
         let start = Instant::now();
         let is_first = self.state.window.is_none();
-        let closure = Closure::of(&f);
         let arranged = Arranged::of(batch);
-        let outputs = self.in_format(|this| {
-            step::accumulate(this, StepRequest::new(Use::Train, &arranged), |this, attempt| {
-                this.attempt_alone(arranged.batch(), attempt, closure, false, &mut f)
+        let step = self.in_format(|this| {
+            let request = StepRequest::new(Use::Train, &arranged);
+            step::run(this, request, Ending::Keep, |this, context| {
+                let start = Instant::now();
+                let AttemptContext { cut, handshake, exchange } = context;
+                let how = this.settings(handshake, exchange, false, &f);
+                let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
+                this.only_part(start, ran)
             })
         })?;
         // The memory format changes from window to window, so the first part of each gives its rate.
         if is_first {
             self.learn_format(batch::len(batch)?, start.elapsed());
         }
-        Ok(outputs)
+        Ok(step.outputs)
     }
 
     /// Commits the gradients of all mini-batches since the last commit, as if they had been one.
@@ -143,5 +156,83 @@ impl MicroBatcher {
     /// mini-batches are then dropped, and gradients, statistics and random state are as before the first.
     pub fn commit(&mut self) -> Result<StepReport> {
         step::commit(self)
+    }
+}
+
+impl Engine for MicroBatcher {
+    type Attempt = Parts;
+
+    fn state(&mut self) -> &mut StepState<Parts> {
+        &mut self.state
+    }
+
+    fn seeding(&self, team: &Team) -> Seeding {
+        match team.is_alone() {
+            // Draws as a plain loop does, so that a model trained without this library gives the same numbers.
+            true => Seeding::Plain,
+            false => Seeding::Step(vec![self.device]),
+        }
+    }
+
+    fn trained(&mut self) -> Result<Option<Trained>> {
+        Ok(Some(Trained::of(&parameters(&self.variables), &names(&self.variables))))
+    }
+
+    fn runs_in_pieces(&self, kind: &Kind) -> bool {
+        // A loss on all outputs cuts the whole mini-batch before the need of any piece is known.
+        kind.used != Use::TrainWhole
+    }
+
+    fn memories(&mut self) -> Vec<Option<Memory>> {
+        // A size cannot be learnt from memory that is not counted.
+        let memory = self.memory.get_or_insert_with(|| Memory::Arena(Arena::new("cpu")));
+        vec![Some(memory.clone())]
+    }
+
+    fn floors(&mut self, kind: &Kind) -> Result<Vec<u64>> {
+        Ok(vec![if kind.is_training() { gradient_bytes(&self.variables) } else { 0 }])
+    }
+
+    fn named(&mut self) -> Result<Vec<(String, Tensor)>> {
+        Ok(names(&self.variables).into_list())
+    }
+
+    fn place(&self) -> String {
+        device::name(self.device)
+    }
+
+    fn kept_for_captures(&mut self, kind: &Kind) -> Result<Vec<u64>> {
+        Ok(vec![self.captures_keep(kind, self.state.size)?.0])
+    }
+
+    fn hints(&mut self) -> Hints {
+        Hints { hold: self.format_choice.is_measuring(), even: self.graphs.is_some() }
+    }
+
+    fn drop_captures(&mut self) -> Result<()> {
+        self.graphs.as_mut().map_or(Ok(()), |graphs| graphs.clear())
+    }
+}
+
+impl PartsEngine for MicroBatcher {
+    fn main_memory(&self) -> Option<Memory> {
+        self.memory.clone()
+    }
+}
+
+impl MicroBatcher {
+    /// Returns the bytes that a step must leave to CUDA graphs. Evaluations leave what graphs keep. Training leaves
+    /// room for captures at the fastest size; at other sizes it leaves nothing, and graphs are dropped if need be.
+    pub(crate) fn captures_keep(&self, kind: &Kind, size: MicroBatches) -> Result<Bytes> {
+        let (Some(memory), Some(graphs)) = (&self.memory, &self.graphs) else {
+            return Ok(Bytes(0));
+        };
+        Ok(match (kind.is_training(), memory.usage()?.available) {
+            (false, _) => graphs.kept(),
+            // The largest size is an end in itself and leaves no memory to graphs; the fastest size is fast
+            // because of them.
+            (true, Some(available)) if size == MicroBatches::Auto => MicroGraphs::spare(available),
+            (true, _) => Bytes(0),
+        })
     }
 }

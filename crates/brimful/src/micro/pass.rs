@@ -1,14 +1,13 @@
 //! Forward and backward of one micro-batch, added to the sums of its mini-batch.
 
+use brimful_torch::grad_mode::GradMode;
 use brimful_torch::leaves::{KnownLeaves, other_leaf};
 use tch::Tensor;
 
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::batch::{Batch, detached};
-use crate::gradient_mode::with_graphs;
-use crate::loss::{MicroBatchWeight, Term};
-use crate::step::IntoLoss;
+use crate::loss::{IntoLoss, MicroBatchWeight, Term};
 use crate::step::{Tally, TermGroup, roots};
 
 /// A mini-batch while it is running.
@@ -35,8 +34,12 @@ impl<O: Batch> BatchPass<O> {
         weight: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
-        let (terms, output) = forward(micro_batch, f)?;
-        self.add(&terms, &output, weight)
+        // A guard that the closure forgets ends with its micro-batch.
+        let graphs = GradMode::set(true);
+        let returned = f(micro_batch);
+        drop(graphs);
+        let (loss, output) = returned.into_parts()?;
+        self.add(&loss.into_terms(true)?, &output, weight)
     }
 
     /// Adds the results of a forward.
@@ -75,13 +78,4 @@ impl<O: Batch> BatchPass<O> {
         let roots = terms.iter().map(|term| &term.value);
         Ok(other_leaf(roots, &KnownLeaves::new(self.accumulator.own_parameters())?)?)
     }
-}
-
-/// Runs the closure; returns its loss's terms and its outputs.
-pub(super) fn forward<B: Batch, R: IntoLoss>(
-    micro_batch: B,
-    f: &mut impl FnMut(B) -> R,
-) -> Result<(Vec<Term>, R::Outputs)> {
-    let (loss, output) = with_graphs(true, || f(micro_batch)).into_parts()?;
-    Ok((loss.into_terms(true)?, output))
 }

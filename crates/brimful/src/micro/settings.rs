@@ -4,6 +4,7 @@ use std::error::Error as StdError;
 use std::path::Path;
 use std::time::Duration;
 
+use super::graphs::{MicroGraphs, report};
 use super::{MemoryFormat, MicroBatcher};
 use crate::memory::Memory;
 use crate::memory_format::{FormatChoice, InMemoryFormat};
@@ -53,7 +54,8 @@ impl MicroBatcher {
     /// Returns the reason why micro-batches run eagerly although [`MicroBatcher::cuda_graphs`] was requested; `None`
     /// if there is none.
     pub fn eager_cause(&self) -> Option<&str> {
-        self.graphs.cause.as_deref()
+        let known = self.graphs.as_ref().and_then(|graphs| graphs.cause.as_deref());
+        known.or(self.eager_cause.as_deref())
     }
 
     /// Sets the memory format of images and convolutions. Formats other than [`MemoryFormat::AsIs`] change the
@@ -135,7 +137,22 @@ impl MicroBatcher {
     }
 
     pub(crate) fn set_cuda_graphs(&mut self, wanted: bool) {
-        self.graphs.set(wanted);
+        match (wanted, self.graphs.take()) {
+            (true, Some(graphs)) => self.graphs = Some(graphs),
+            (true, None) => match MicroGraphs::check_available(self.device) {
+                Ok(()) => {
+                    let cause = self.eager_cause.take();
+                    self.graphs = Some(Box::new(MicroGraphs::new(self.device, cause)));
+                }
+                Err(cause) => report(&mut self.eager_cause, cause),
+            },
+            (false, Some(mut graphs)) => {
+                self.eager_cause = graphs.cause.take();
+                // Their memory is free all the same; what fails here fails in the next step.
+                let _ = graphs.clear();
+            }
+            (false, None) => {}
+        }
     }
 
     pub(crate) fn set_memory_format(&mut self, memory_format: MemoryFormat) {
@@ -154,7 +171,8 @@ impl MicroBatcher {
 
     /// Learns from a step which memory format is faster.
     pub(crate) fn learn_format(&mut self, samples: usize, time: Duration) {
-        if let Some(factor) = self.format_choice.observe(samples, time, self.graphs.new) {
+        let new = self.graphs.as_ref().is_some_and(|graphs| graphs.new);
+        if let Some(factor) = self.format_choice.observe(samples, time, new) {
             self.state.sizes.rearranged(factor);
         }
     }

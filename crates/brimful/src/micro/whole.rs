@@ -9,20 +9,22 @@
 //! It costs a second forward, and memory for all outputs, but never for more than one graph.
 
 use std::ops::Range;
+use std::time::Instant;
 
+use brimful_torch::grad_mode::GradMode;
 use tch::Tensor;
 
-use super::{BatchRole, MicroBatcher, Parts, StepReport};
+use super::{BatchRole, MicroBatcher, StepReport};
 use crate::accumulate::Accumulator;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch, Borrower, Leaf, Samples};
 use crate::feed::Feed;
-use crate::gradient_mode::with_graphs;
 use crate::memory_format::InMemoryFormat;
+use crate::oom::{self, Caught};
 use crate::random::Randomness;
-use crate::statistics::Pending;
+use crate::statistics::Collecting;
 use crate::step::{
-    self, AttemptContext, Cut, Failed, MicroBatchRun, MicroBatches, PartSeed, RowGradients,
+    self, AttemptContext, Cut, Ending, MicroBatchRun, MicroBatches, PartSeed, RowGradients,
     StepError, StepRequest, StoreAttempt, Tally, as_leaves, parameters, put_back,
 };
 use crate::{Error, Result};
@@ -47,8 +49,13 @@ impl MicroBatcher {
         }
         let arranged = Arranged::of(batch);
         self.in_format(|this| {
-            step::run(this, StepRequest::new(Use::TrainWhole, &arranged), |this, context| {
-                this.attempt_whole(arranged.batch(), context, &mut forward, &mut loss)
+            let request = StepRequest::new(Use::TrainWhole, &arranged);
+            step::run(this, request, Ending::Commit, |this, context| {
+                let (start, AttemptContext { cut, handshake, .. }) = (Instant::now(), context);
+                let role = handshake.role(0);
+                let batch = arranged.batch();
+                let ran = this.attempt_whole(batch, cut, role, &mut forward, &mut loss);
+                this.only_part(start, ran)
             })
         })
     }
@@ -56,43 +63,44 @@ impl MicroBatcher {
     fn attempt_whole<B: Batch, O: Batch>(
         &mut self,
         batch: &B,
-        context: AttemptContext<'_>,
+        cut: &mut Cut,
+        role: BatchRole,
         forward: &mut impl FnMut(B) -> O,
         loss: &mut impl FnMut(&O) -> Tensor,
-    ) -> Result<(Parts, O), Failed> {
-        let AttemptContext { cut, handshake, .. } = context;
-        let role = handshake.role(0);
-        self.only_part(|this| {
-            this.begin_peak()?;
-            let ((summed, tally, outputs), undo) = this.trained(cut, |this, cut| {
-                let ranges = cut.all()?;
-                let samples = cut.samples();
-                let (outputs, states) = this.forward_once(batch, &ranges, samples, forward)?;
-                let own = parameters(&this.variables);
-                let mut accumulator =
-                    Accumulator::begin(own, &this.variables)?.summing_others(true);
-                let loss = in_users_order(samples, &outputs, &mut *loss)?;
-                let tally = weighed(&mut accumulator, loss, &outputs)?;
-                // The second pass draws the same numbers as the first. Afterwards the generators return to their
-                // state after the loss, so the next step draws as if there had been one pass.
-                let after = Randomness::now(this.device)?;
-                let gradients = RowGradients::of(&outputs);
-                let borrower = Borrower::of(forward);
-                let mut feed = Feed::new(batch, ranges, &this.copy_streams, borrower)?;
-                let mut states = states.iter();
-                while let Some((range, micro_batch)) = feed.next()? {
-                    states.next().map_or(Ok(()), Randomness::restore)?;
-                    let outputs = with_graphs(true, || forward(micro_batch));
-                    let rows = gradients.rows(&range);
-                    feed.done(rows.and_then(|rows| back(&mut accumulator, rows, outputs)))?;
-                }
-                after.restore()?;
-                let summed = accumulator.finish()?;
-                // Detached: leaves would keep their gradients alive in the caller's hands.
-                Ok((summed, tally, samples.restored(batch::detached(&outputs)?)?))
-            })?;
-            Ok((this.attempt_of(summed, tally, undo, role, cut), outputs))
-        })
+    ) -> Result<(StoreAttempt, O), Caught<Error>> {
+        self.begin_peak()?;
+        let before = self.before()?;
+        let ran = oom::catch(|| {
+            let ranges = cut.all()?;
+            let samples = cut.samples();
+            let (outputs, states) = self.forward_once(batch, &ranges, samples, forward)?;
+            let own = parameters(&self.variables);
+            let mut accumulator = Accumulator::begin(own, &self.variables)?.summing_others(true);
+            let loss = in_users_order(samples, &outputs, &mut *loss)?;
+            let tally = weighed(&mut accumulator, loss, &outputs)?;
+            // The second pass draws the same numbers as the first. Afterwards the generators return to their
+            // state after the loss, so the next step draws as if there had been one pass.
+            let after = Randomness::now(self.device)?;
+            let gradients = RowGradients::of(&outputs);
+            let borrower = Borrower::of(forward);
+            let mut feed = Feed::new(batch, ranges, &self.copy_streams, borrower)?;
+            let mut states = states.iter();
+            while let Some((range, micro_batch)) = feed.next()? {
+                states.next().map_or(Ok(()), Randomness::restore)?;
+                let graphs = GradMode::set(true);
+                let outputs = forward(micro_batch);
+                drop(graphs);
+                let rows = gradients.rows(&range);
+                feed.done(rows.and_then(|rows| back(&mut accumulator, rows, outputs)))?;
+            }
+            after.restore()?;
+            let summed = accumulator.finish()?;
+            // Detached: leaves would keep their gradients alive in the caller's hands.
+            Ok((summed, tally, samples.restored(batch::detached(&outputs)?)?))
+        });
+        let ((summed, tally, outputs), undo) = self.end(before, ran)?;
+        self.judge(&undo, cut);
+        Ok((self.attempt_of(summed, tally, undo, role, cut), outputs))
     }
 
     /// Runs forward on every micro-batch without a graph. Returns all outputs, and the state of the generators before
@@ -108,18 +116,18 @@ impl MicroBatcher {
         let mut parts = Vec::with_capacity(ranges.len());
         // BatchNorm sees each micro-batch twice: only the second pass, which has the graph, counts.
         let unmanaged = self.unmanaged.save(&self.variables)?;
-        let (_not_counted, run) = Pending::collect(true, || {
-            let _without = tch::no_grad_guard();
-            let borrower = Borrower::of(forward);
-            let mut feed = Feed::new(batch, ranges.to_vec(), &self.copy_streams, borrower)?;
-            while let Some((_, micro_batch)) = feed.next()? {
-                states.push(Randomness::now(self.device)?);
-                parts.push(with_graphs(false, || forward(micro_batch)));
-                feed.done(Ok(()))?;
-            }
-            Ok::<_, Error>(())
-        });
-        run?;
+        let not_counted = Collecting::begin(true);
+        let without = tch::no_grad_guard();
+        let borrower = Borrower::of(forward);
+        let mut feed = Feed::new(batch, ranges.to_vec(), &self.copy_streams, borrower)?;
+        while let Some((_, micro_batch)) = feed.next()? {
+            states.push(Randomness::now(self.device)?);
+            let mode = GradMode::set(false);
+            parts.push(forward(micro_batch));
+            drop(mode);
+            feed.done(Ok(()))?;
+        }
+        drop((feed, without, not_counted));
         put_back(unmanaged)?;
         Ok((as_leaves(&samples.join(parts)?)?, states))
     }
@@ -132,17 +140,19 @@ impl MicroBatcher {
         samples: &Samples,
         seed: PartSeed,
         loss: impl FnOnce(&O) -> Tensor,
-    ) -> Result<(StoreAttempt, RowGradients)> {
+    ) -> Result<(StoreAttempt, RowGradients), Caught<Error>> {
         let cut = Cut::given(Samples::default(), MicroBatches::Count(1))?;
-        let ((summed, tally, gradients), undo) = self.guarded(|this| {
-            let generator = seed.on(this.device);
+        let before = self.before()?;
+        let ran = oom::catch(|| {
+            let generator = seed.on(self.device);
             generator.begin(0);
             let outputs = as_leaves(outputs)?;
-            let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
+            let mut accumulator = Accumulator::begin(parameters(&self.variables), &self.variables)?;
             let loss = in_users_order(samples, &outputs, loss)?;
             let tally = weighed(&mut accumulator, loss, &outputs)?;
             Ok((accumulator.finish()?, tally, RowGradients::of(&outputs)))
-        })?;
+        });
+        let ((summed, tally, gradients), undo) = self.end(before, ran)?;
         let seed = Some(seed);
         let role = BatchRole { unit: 1.0, first: true, begins: true, last: true, seed };
         Ok((self.attempt_of(summed, tally, undo, role, &cut), gradients))
@@ -156,20 +166,26 @@ impl MicroBatcher {
         role: BatchRole,
         gradients: &RowGradients,
         forward: &impl Fn(B) -> O,
-    ) -> Result<StoreAttempt> {
-        let (summed, undo) = self.trained(cut, |this, cut| {
-            let mut accumulator = Accumulator::begin(parameters(&this.variables), &this.variables)?;
+    ) -> Result<StoreAttempt, Caught<Error>> {
+        let before = self.before()?;
+        let ran = oom::catch(|| {
+            let mut accumulator = Accumulator::begin(parameters(&self.variables), &self.variables)?;
             accumulator.expect_groups(1);
             let borrower = Borrower::of(forward);
-            let mut micro_batches = cut.micro_batches(batch, role, &this.copy_streams, borrower);
+            let mut micro_batches = cut.micro_batches(batch, role, &self.copy_streams, borrower);
             while let Some((info, micro_batch)) = micro_batches.next()? {
-                let outputs = with_graphs(true, || forward(micro_batch));
+                let graphs = GradMode::set(true);
+                let outputs = forward(micro_batch);
+                drop(graphs);
                 let rows = gradients.rows(&info.range);
                 let ran = rows.and_then(|rows| back(&mut accumulator, rows, outputs));
                 micro_batches.done(ran.map(|()| MicroBatchRun::PLAINLY))?;
             }
+            drop(micro_batches);
             accumulator.finish()
-        })?;
+        });
+        let (summed, undo) = self.end(before, ran)?;
+        self.judge(&undo, cut);
         Ok(self.attempt_of(summed, Tally::default(), undo, role, cut))
     }
 }
@@ -183,7 +199,8 @@ fn in_users_order<O: Batch>(
 ) -> Result<Tensor> {
     let outputs = outputs.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()))?;
     let outputs = samples.restored(outputs)?;
-    Ok(with_graphs(true, || loss(&outputs)))
+    let _graphs = GradMode::set(true);
+    Ok(loss(&outputs))
 }
 
 /// Counts the loss, and runs its backward down to the outputs.

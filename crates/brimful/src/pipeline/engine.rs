@@ -6,8 +6,7 @@ use std::time::Instant;
 
 use tch::{Device, Tensor};
 
-use super::attempt::{AttemptPlan, PipelineAttempt};
-use super::portion::{Portion, portions};
+use super::attempt::{AttemptPlan, PipelineAttempt, Portion, portions};
 use super::{Pipeline, check_offloaded_graphs, ranks};
 use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
@@ -133,16 +132,23 @@ impl Attempt<Pipeline> for PipelineAttempt {
         let ranks = &pipeline.ranks;
         let collectives =
             pipeline.numbers().map(|number| ranks.summing(&exchange.collective, number));
-        let whole = Arc::clone(whole);
-        let outgoing = workers
-            .each_or_error(collectives.collect(), move |worker, collective| {
-                worker.prepare(&whole, collective)
+        let (whole, has_ties) = (Arc::clone(whole), ranks.has_ties);
+        let outgoing =
+            workers.each_or_error(collectives.collect(), move |worker, collective| {
+                let outgoing = worker.sum_up(&whole, collective)?;
+                if !has_ties {
+                    worker.join_and_cast(Vec::new())?;
+                }
+                Ok(outgoing)
             })?;
-        ranks::gather(&workers, ranks, &exchange.collective, outgoing)?;
+        if has_ties {
+            let arriving = ranks::gather(ranks, &exchange.collective, outgoing)?;
+            workers.each_or_error(arriving, Worker::join_and_cast)?;
+        }
         if pipeline.state.non_finite != NonFinitePolicy::RefuseGradients {
             return Ok(());
         }
-        // After `gather`, which adds the gradients of copies.
+        // Only now: a sum may be finite where its cast is not.
         workers.all(|worker| worker.check_finite()).map(drop)
     }
 

@@ -44,13 +44,13 @@ mod calls;
 mod engine;
 mod error;
 mod offload;
-mod portion;
+mod parts;
 mod ranks;
 mod run;
 mod site;
 mod stage_layout;
-mod state;
 mod transfers;
+mod variables;
 mod worker;
 
 use std::collections::HashMap;
@@ -77,9 +77,9 @@ use brimful_plan::schedule::{
     Actions, Location, Recompute, Schedule, ScheduleRecipe, StageId, StageLocation,
 };
 use build::{check_offloaded_graphs, recompute_at_least};
+pub(crate) use parts::{clip_worker_gradients, made_optimizer, settled_ema, settled_optimizer};
 pub(crate) use ranks::Ranks;
 use stage_layout::StageLayout;
-pub(crate) use state::{clip_worker_gradients, made_optimizer, settled_ema, settled_optimizer};
 pub(crate) use worker::Worker;
 
 /// A model spread over devices.

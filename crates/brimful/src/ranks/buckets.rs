@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::RankSum;
 use super::host_copier::HostCopier;
+use crate::batch::summed_in;
 use crate::world::Summing;
 use crate::{Error, Result};
 
@@ -133,13 +134,5 @@ impl Buckets {
             }
         }
         (0..self.places.len()).map(|parameter| self.part(parameter)).collect()
-    }
-}
-
-/// Returns the dtype in which gradients of this dtype are summed: sums in half precision would lose digits.
-pub(crate) fn summed_in(kind: Kind) -> Kind {
-    match kind {
-        Kind::Half | Kind::BFloat16 => Kind::Float,
-        kind => kind,
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use brimful_torch::stream::Event;
 use tch::Tensor;
 
-pub(crate) use buckets::{Buckets, summed_in};
+pub(crate) use buckets::Buckets;
 
 use crate::Result;
 use crate::world::{Collective, Summing};

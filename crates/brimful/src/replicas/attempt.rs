@@ -8,9 +8,8 @@ use super::reduce::reduce;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::accumulate::Sums;
 use crate::batch::{self, Batch, BatchError, Samples};
-use crate::oom::{self, Caught};
+use crate::oom::{self, Caught, into_error};
 use crate::step::{BatchRole, MicroBatches, Parts, StoreAttempt};
-use crate::workers::into_error;
 use crate::{Error, Result};
 
 /// Result of a replica's part; none for a replica without a sample.
@@ -70,7 +69,12 @@ impl<M: 'static> Replicas<M> {
             reduce(&self.workers, addends)?;
             whole.sums = self.on_main_device(sums)?;
             parts.try_for_each(|part| whole.extend(part))?;
-            samples.restored(samples.join(outputs)?)
+            // A rank without a sample has undefined outputs, of its first replica alone.
+            let outputs = match <[O; 1]>::try_from(outputs) {
+                Ok([one]) => one,
+                Err(several) => samples.join(several)?,
+            };
+            samples.restored(outputs)
         });
         whole.unless_failed(joined.map_err(into_error))
     }

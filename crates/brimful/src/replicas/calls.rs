@@ -7,7 +7,8 @@ use super::attempt::jobs;
 use super::replica::{PartDone, Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
-use crate::step::{self, AttemptContext, Failed, IntoLoss, Parts, StepReport, StepRequest};
+use crate::loss::IntoLoss;
+use crate::step::{self, AttemptContext, Ending, Failed, Parts, StepReport, StepRequest};
 use crate::{Error, Result};
 
 impl<M: 'static> Replicas<M> {
@@ -29,7 +30,8 @@ impl<M: 'static> Replicas<M> {
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch);
-        let step = step::run(self, StepRequest::new(Use::Train, &arranged), |this, context| {
+        let request = StepRequest::new(Use::Train, &arranged);
+        let step = step::run(self, request, Ending::Commit, |this, context| {
             this.spread(arranged.batch(), context, true, &train)
         })?;
         // Only from successful steps: a failed attempt measures how soon memory ran out.
@@ -56,7 +58,8 @@ impl<M: 'static> Replicas<M> {
             })
         };
         let arranged = Arranged::of(batch);
-        step::run(self, StepRequest::new(Use::Evaluate, &arranged), |this, context| {
+        let request = StepRequest::new(Use::Evaluate, &arranged);
+        step::run(self, request, Ending::Commit, |this, context| {
             this.spread(arranged.batch(), context, true, &evaluate)
         })
     }
@@ -78,9 +81,11 @@ impl<M: 'static> Replicas<M> {
             })
         };
         let arranged = Arranged::of(batch);
-        step::map(self, StepRequest::new(Use::Map, &arranged), |this, context| {
+        let request = StepRequest::new(Use::Map, &arranged);
+        let step = step::run(self, request, Ending::Commit, |this, context| {
             this.spread(arranged.batch(), context, true, &map)
-        })
+        })?;
+        Ok(step.outputs)
     }
 
     /// Runs forward and backward, and keeps the result for [`Replicas::commit`]: a step over several
@@ -96,9 +101,11 @@ impl<M: 'static> Replicas<M> {
         let f = Arc::new(f);
         let train = move |replica: &mut Replica<M>, job| replica.train(job, &*f);
         let arranged = Arranged::of(batch);
-        step::accumulate(self, StepRequest::new(Use::Train, &arranged), |this, context| {
+        let request = StepRequest::new(Use::Train, &arranged);
+        let step = step::run(self, request, Ending::Keep, |this, context| {
             this.spread(arranged.batch(), context, false, &train)
-        })
+        })?;
+        Ok(step.outputs)
     }
 
     /// Commits the gradients of all mini-batches since the last commit, as if they were one.

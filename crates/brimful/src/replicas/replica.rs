@@ -7,12 +7,14 @@ use tch::{Device, Tensor};
 
 use super::mirror::Mirror;
 use crate::batch::{Batch, Samples};
+use crate::loss::IntoLoss;
 use crate::memory_format::InMemoryFormat;
-use crate::micro::{AttemptSettings, Closure};
+use crate::micro::{AttemptSettings, identity};
+use crate::oom::{Caught, into_error_or_panic};
 use crate::random::Generator;
-use crate::step::{BatchRole, Cut, IntoLoss, MicroBatches, PartFigures, StoreAttempt, names};
+use crate::step::{BatchRole, Cut, MicroBatches, PartFigures, StoreAttempt, names};
 use crate::workers::DeviceSpec;
-use crate::{MicroBatcher, Result, feed};
+use crate::{Error, MicroBatcher, Result, feed};
 
 /// Setting that every replica's `MicroBatcher` gets before the next step.
 pub(super) type Setting = Box<dyn Fn(&mut MicroBatcher) + Send + Sync>;
@@ -43,6 +45,9 @@ impl<B> ReplicaJob<B> {
         Cut::given(self.samples.clone(), self.size)
     }
 }
+
+/// Result of a replica's part before its outputs are moved.
+type PartRan<O> = Result<(StoreAttempt, O), Caught<Error>>;
 
 /// Result of a replica's part, not committed.
 #[derive(Debug)]
@@ -99,10 +104,10 @@ impl<M> Replica<M> {
         job: ReplicaJob<B>,
         f: &impl Fn(&M, B) -> R,
     ) -> Result<PartDone<R::Outputs>> {
-        let closure = Closure::of(f);
+        let closure = identity(f);
         let done = self.run(job, |micro, model, batch, cut, role| {
             let how = AttemptSettings { role, closure, collective: None, alone: false };
-            micro.attempt(batch, cut, how, &mut |part| f(model, part))
+            micro.attempt(batch, cut, &how, &mut |part| f(model, part))
         })?;
         if done.figures.samples > 0 {
             self.micro.learn_format(done.figures.samples, done.figures.time);
@@ -114,12 +119,14 @@ impl<M> Replica<M> {
     pub(super) fn run<B: Batch, O: Batch>(
         &mut self,
         job: ReplicaJob<B>,
-        how: impl Fn(&mut MicroBatcher, &M, &B, &mut Cut, BatchRole) -> Result<(StoreAttempt, O)>,
+        how: impl Fn(&mut MicroBatcher, &M, &B, &mut Cut, BatchRole) -> PartRan<O>,
     ) -> Result<PartDone<O>> {
         let start = Instant::now();
         let Self { model, micro, .. } = self;
-        let (attempt, outputs) =
-            micro.in_format(|micro| how(micro, model, &job.batch, &mut job.cut()?, job.role))?;
+        let (attempt, outputs) = micro.in_format(|micro| {
+            let ran = how(micro, model, &job.batch, &mut job.cut()?, job.role);
+            ran.map_err(into_error_or_panic)
+        })?;
         self.hand_in(attempt, &outputs, start)
     }
 

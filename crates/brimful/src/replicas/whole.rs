@@ -18,9 +18,9 @@ use super::replica::{Replica, ReplicaJob};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
 use crate::memory_format::InMemoryFormat;
-use crate::oom::{self, Caught};
+use crate::oom::{self, Caught, into_error_or_panic};
 use crate::step::{
-    self, AttemptContext, Failed, PartSeed, Parts, RowGradients, StepError, StepReport,
+    self, AttemptContext, Ending, Failed, PartSeed, Parts, RowGradients, StepError, StepReport,
     StepRequest, StoreAttempt,
 };
 use crate::{Error, Result, feed};
@@ -44,7 +44,8 @@ impl<M: 'static> Replicas<M> {
         let forward = Arc::new(forward);
         let loss = Arc::new(loss);
         let arranged = Arranged::of(batch);
-        step::run(self, StepRequest::new(Use::TrainWhole, &arranged), |this, context| {
+        let request = StepRequest::new(Use::TrainWhole, &arranged);
+        step::run(self, request, Ending::Commit, |this, context| {
             this.attempt_whole(arranged.batch(), context, &forward, &loss)
         })
     }
@@ -90,7 +91,8 @@ impl<M: 'static> Replicas<M> {
             let Replica { model, micro, main_device, .. } = replica;
             let (attempt, outputs) = micro.in_format(|micro| {
                 let f = &mut |part| forward(model, part);
-                micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)
+                let ran = micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f);
+                ran.map_err(into_error_or_panic)
             })?;
             attempt.undo.run()?;
             feed::moved(&outputs, *main_device)
@@ -113,7 +115,8 @@ impl<M: 'static> Replicas<M> {
         self.workers.one(0, move |Replica { model, micro, .. }| {
             Ok(oom::catch(|| {
                 let loss = |outputs: &O| loss(model, outputs);
-                let (attempt, gradients) = micro.attempt_loss(&outputs, &samples, seed, loss)?;
+                let ran = micro.attempt_loss(&outputs, &samples, seed, loss);
+                let (attempt, gradients) = ran.map_err(into_error_or_panic)?;
                 Ok((attempt.off_device(|_| Ok(()))?.0, gradients))
             }))
         })?
@@ -136,7 +139,8 @@ impl<M: 'static> Replicas<M> {
             let gradients = gradients.on(store.device())?;
             let attempt = micro.in_format(|micro| {
                 let f = |part| forward(model, part);
-                micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f)
+                let ran = micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f);
+                ran.map_err(into_error_or_panic)
             })?;
             replica.hand_in(attempt, &(), start)
         };

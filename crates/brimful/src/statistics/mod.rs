@@ -10,7 +10,6 @@
 
 mod channel_pairs;
 mod graphs;
-mod moved;
 mod pool;
 mod ranks;
 mod running;
@@ -26,11 +25,10 @@ use tch::Tensor;
 use crate::Result;
 pub(crate) use channel_pairs::PairSum;
 pub(crate) use graphs::GraphStatistics;
-pub(crate) use moved::Moved;
 use pool::Seen;
 pub(crate) use ranks::ReportedLayer;
 use running::Target;
-pub(crate) use running::{Momentum, Running};
+pub(crate) use running::{Momentum, Moved, Running};
 pub(crate) use whole_batch::{WholeBatch, WholeStatistics};
 
 thread_local! {
@@ -48,21 +46,38 @@ pub(crate) struct Pending {
     changed: HashMap<u64, (Running, Vec<Tensor>)>,
 }
 
-impl Pending {
-    /// Collects the reports of this thread's layers while `f` runs.
-    pub(crate) fn collect<T>(rehearsal: bool, f: impl FnOnce() -> T) -> (Self, T) {
-        Self { rehearsal, ..Self::default() }.go_on(f)
+/// Guard that collects the reports of this thread's layers. An outer step is saved meanwhile, and goes on when the
+/// guard is dropped, even after a panic.
+#[derive(Debug)]
+#[must_use = "layers report until the guard is dropped"]
+pub(crate) struct Collecting {
+    outer: Option<Pending>,
+}
+
+impl Collecting {
+    /// Begins to collect; a rehearsal's statistics do not count, because the pass will run a second time.
+    pub(crate) fn begin(rehearsal: bool) -> Self {
+        Self::after(Pending { rehearsal, ..Pending::default() })
     }
 
     /// Continues to collect, after earlier reports.
-    pub(crate) fn go_on<T>(self, f: impl FnOnce() -> T) -> (Self, T) {
-        let outer = Outer(STEP.replace(Some(self)));
-        let result = f();
-        let pending = STEP.take().unwrap_or_default();
-        drop(outer);
-        (pending, result)
+    pub(crate) fn after(earlier: Pending) -> Self {
+        Self { outer: STEP.replace(Some(earlier)) }
     }
 
+    /// Returns the reports.
+    pub(crate) fn end(self) -> Pending {
+        STEP.take().unwrap_or_default()
+    }
+}
+
+impl Drop for Collecting {
+    fn drop(&mut self) {
+        STEP.set(self.outer.take());
+    }
+}
+
+impl Pending {
     /// Returns empty rows for the layers that have reported to the current step.
     pub(crate) fn for_the_same_layers() -> Result<Self> {
         let mut new = Self::default();
@@ -120,6 +135,9 @@ impl Pending {
 
     /// Computes the new running statistics, without changing the old ones.
     pub(crate) fn prepare(&mut self) -> Result<Moved> {
+        if self.deferred.is_empty() {
+            return Ok(Moved::default());
+        }
         pool::moved(self.deferred.values_mut())
     }
 
@@ -144,15 +162,6 @@ impl Pending {
 
     fn seen(&mut self, running: &Running) -> &mut Seen {
         self.deferred.entry(running.id).or_insert_with(|| Seen::new(running.share()))
-    }
-}
-
-/// Outer step, which is saved during an inner one and restored on drop, even after a panic.
-struct Outer(Option<Pending>);
-
-impl Drop for Outer {
-    fn drop(&mut self) {
-        STEP.set(self.0.take());
     }
 }
 

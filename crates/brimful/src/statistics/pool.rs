@@ -13,8 +13,7 @@
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
-use super::moved::Moved;
-use super::running::{Momentum, Running};
+use super::running::{Momentum, Moved, Running};
 use crate::Result;
 
 /// Rows of a layer before they are pooled: more would take more memory, fewer more kernels.

@@ -7,7 +7,7 @@ use super::channel_pairs::{ChannelPairs, PAIRS};
 use super::pool::{Pooled, column, is_one_number, pooled_kind};
 use super::{Running, STEP};
 use crate::Result;
-use crate::ranks::summed_in;
+use crate::batch::summed_in;
 
 /// Statistics of all micro-batches so far: a mean and a variance for each.
 #[derive(Debug, Default)]

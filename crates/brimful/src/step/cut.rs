@@ -1,4 +1,4 @@
-//! Hands out a mini-batch's micro-batches piece by piece.
+//! Sizes of micro-batches, a mini-batch's role in its step, and its cut: hands out micro-batches piece by piece.
 //!
 //! A given size makes one piece. An automatic size in a single memory makes several while it learns: the memory
 //! and time that a piece takes decide on the next ([`SizeWatch`]).
@@ -7,15 +7,16 @@ use std::ops::Range;
 
 use tch::Device;
 
-use super::micro_batches::MicroBatches;
-use super::role::{BatchRole, PartGenerator};
+use super::StepError;
 use crate::Result;
 use crate::auto::SizeWatch;
 use crate::batch::{Batch, BatchError, Borrower, Samples};
 use crate::feed::Feed;
 use crate::loss::MicroBatchWeight;
+use crate::random::{Generator, StepRng};
 use crate::streams::CopyStreams;
 use brimful_plan::bytes::Bytes;
+use brimful_plan::split;
 
 /// A mini-batch that is being handed out micro-batch by micro-batch.
 #[derive(Debug)]
@@ -120,7 +121,7 @@ impl Cut {
         streams: &'a CopyStreams,
         borrower: Borrower,
     ) -> CutBatch<'a, B> {
-        let generator = role.seed.map(|seed| seed.on(streams.device()));
+        let generator = role.seed.map(|seed| seed.on(streams.device));
         CutBatch { cut: self, batch, role, streams, borrower, generator, piece: None }
     }
 
@@ -184,7 +185,7 @@ impl<B: Batch> CutBatch<'_, B> {
                 return Ok(None);
             }
             let number = self.cut.sizes.len();
-            let ranges = self.cut.next_piece(self.streams.device())?;
+            let ranges = self.cut.next_piece(self.streams.device)?;
             let is_trial = ranges.iter().map(ExactSizeIterator::len).sum::<usize>() < samples;
             let feed = Feed::new(self.batch, ranges, self.streams, self.borrower)?;
             self.piece = Some(Piece { feed, number, is_trial });
@@ -198,5 +199,107 @@ impl<B: Batch> CutBatch<'_, B> {
             None => ran?,
         };
         self.cut.watch.as_mut().map_or(Ok(()), |watch| watch.lap(ran.unseen, ran.typical))
+    }
+}
+
+/// Size of the micro-batches, or their number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MicroBatches {
+    /// At most this many samples each.
+    Samples(usize),
+    /// This many micro-batches, or one per sample where there are fewer.
+    Count(usize),
+    /// At most this many tokens each, padding included: for [`Sequences`](crate::batch::Sequences).
+    Tokens(usize),
+    /// The fastest size that fits into memory, found during the first steps.
+    Auto,
+    /// The largest size that fits into memory.
+    Largest,
+}
+
+impl MicroBatches {
+    /// Cuts the samples; `None` for an automatic size.
+    pub(crate) fn cut(self, samples: &Samples) -> Result<Option<Vec<Range<usize>>>> {
+        Ok(Some(match (self, samples.lengths()) {
+            (Self::Samples(size), _) => split::by_size(samples.count(), size)?,
+            (Self::Count(count), None) => split::by_count(samples.count(), count)?,
+            (Self::Count(count), Some(lengths)) => split::by_count_of_tokens(lengths, count)?,
+            (Self::Tokens(tokens), Some(lengths)) => split::by_tokens(lengths, tokens)?,
+            (Self::Tokens(tokens), None) => return Err(StepError::NoSequences { tokens }.into()),
+            (Self::Auto | Self::Largest, _) => return Ok(None),
+        }))
+    }
+
+    /// Creates a size in samples, or in tokens where samples are sequences of different lengths.
+    pub(crate) fn of_units(samples: &Samples, units: usize) -> Self {
+        match samples.lengths() {
+            None => Self::Samples(units),
+            Some(_) => Self::Tokens(units),
+        }
+    }
+
+    /// Fails for micro-batches without samples, and for zero micro-batches.
+    pub(crate) fn check(self) -> Result<()> {
+        match self {
+            Self::Tokens(tokens) => Ok(split::by_tokens(&[1], tokens).map(drop)?),
+            _ => self.cut(&Samples::alike(1)).map(drop),
+        }
+    }
+
+    pub(crate) fn is_automatic(self) -> bool {
+        matches!(self, Self::Auto | Self::Largest)
+    }
+}
+
+/// Role of a mini-batch in its step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BatchRole {
+    /// Divisor of the gradients while it runs: see [`MicroBatchWeight::unit`].
+    pub(crate) unit: f64,
+    /// True if it has the step's first sample.
+    pub(crate) first: bool,
+    /// True if it begins the step in its process: no earlier mini-batch waits for the commit.
+    pub(crate) begins: bool,
+    /// True if the unit is the step's number of samples, and no other mini-batch follows.
+    pub(crate) last: bool,
+    /// Seed of its random numbers; without one it draws as a plain loop does.
+    pub(crate) seed: Option<PartSeed>,
+}
+
+impl BatchRole {
+    /// Returns the weight of one of its micro-batches.
+    fn weight(self, number: usize, samples: usize) -> MicroBatchWeight {
+        let first = self.first && number == 0;
+        MicroBatchWeight { samples: samples as f64, unit: self.unit, first }
+    }
+}
+
+/// Seed for the micro-batches of one replica or rank in one step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PartSeed {
+    pub(crate) seed: u64,
+    /// Number of the replica or rank.
+    pub(crate) part: usize,
+}
+
+impl PartSeed {
+    /// Returns the generator of its micro-batches on this device.
+    pub(crate) fn on(self, device: Device) -> PartGenerator {
+        PartGenerator { seed: self, generator: Generator::new(device) }
+    }
+}
+
+/// The generator of one replica or rank in one step.
+pub(crate) struct PartGenerator {
+    seed: PartSeed,
+    generator: Generator,
+}
+
+impl PartGenerator {
+    /// Seeds the generator for this micro-batch.
+    pub(crate) fn begin(&self, micro_batch: usize) {
+        let PartSeed { seed, part } = self.seed;
+        self.generator.seed(StepRng::new(seed, micro_batch).seed(part));
     }
 }

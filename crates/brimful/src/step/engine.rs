@@ -1,16 +1,16 @@
-//! Kinds of engines as a step uses them, and the state that each of them has from step to step.
+//! Kinds of engines and their attempts as a step uses them, and the state that each engine has from step to step.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tch::{Device, Tensor};
 
-use super::attempt::Attempt;
-use super::lesson::Warnings;
-use super::micro_batches::MicroBatches;
+use super::cut::MicroBatches;
+use super::report::Figures;
 use super::tally::NonFinitePolicy;
 use super::trained::Trained;
-use super::vote::Team;
-use crate::auto::{Goal, Kind, SizeLog, Sizes};
+use super::vote::{Exchange, PartReport, Team, Whole};
+use crate::auto::{Ending, FEW_SAMPLES, Goal, Kind, Peaks, SizeLog, Sizes};
 use crate::batch::Samples;
 use crate::memory::Memory;
 use crate::random::Randomness;
@@ -172,4 +172,86 @@ impl<T> StepState<T> {
 
 fn goal(size: MicroBatches) -> Goal {
     if size == MicroBatches::Largest { Goal::Largest } else { Goal::Fastest }
+}
+
+/// One or several mini-batches that an engine of this kind has run and not committed.
+pub(crate) trait Attempt<E>: Sized {
+    /// Returns a report of each of this rank's parts, for the commit of all ranks' parts.
+    fn report(&mut self, engine: &mut E, exchange: &Exchange) -> Result<Vec<PartReport>>;
+
+    /// Computes all that a commit needs.
+    fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()>;
+
+    /// Commits. Allocates nothing.
+    fn commit(&mut self, engine: &mut E) -> Result<()>;
+
+    /// Restores everything to its state before the attempt.
+    fn undo(self, engine: &mut E) -> Result<()>;
+
+    /// Detaches the attempt from memory that later steps reuse, so that it can wait for the window's commit.
+    /// Fails if it does not match `earlier`.
+    fn detach(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()>;
+
+    /// Merges a detached attempt into earlier mini-batches of the same step. Allocates nothing.
+    fn merge(self, engine: &mut E, earlier: Option<Self>) -> Result<Self>;
+
+    /// Fails if the trained parameters have changed since the sums were computed.
+    fn check_trained(&self, engine: &mut E) -> Result<()>;
+
+    /// Returns the divisor of the gradients until the commit.
+    fn unit(&self) -> f64;
+
+    /// Returns the measurements for the size policy.
+    fn lesson(&self) -> Lesson;
+
+    /// Returns the figures for the step's report, beside the loss.
+    fn figures(&self, engine: &mut E, whole: &Whole) -> Result<Figures>;
+}
+
+/// Measurements of an attempt, from which an automatic size learns.
+#[derive(Debug)]
+pub(crate) struct Lesson {
+    pub(crate) peaks: Peaks,
+    /// Samples in each micro-batch.
+    pub(crate) sizes: Vec<usize>,
+    /// True if layers of this library normalised micro-batches, each by its own statistics.
+    pub(crate) normalised: bool,
+    /// True if a CUDA graph was captured, which changes where memory is allocated.
+    pub(crate) captured: bool,
+}
+
+/// Warnings that are logged once.
+#[derive(Debug, Default)]
+pub(crate) struct Warnings {
+    full: bool,
+    hidden: bool,
+    few: bool,
+}
+
+impl Warnings {
+    /// Warns of problems that a successful step would hide.
+    pub(super) fn look_at(&mut self, lesson: &Lesson, ending: Ending) {
+        if ending.retried && ending.size == 1 && !std::mem::replace(&mut self.full, true) {
+            tracing::warn!(
+                "the allocator emptied its cache to run a single sample: the memory is nearly full"
+            );
+        }
+        if ending.hidden && !std::mem::replace(&mut self.hidden, true) {
+            tracing::warn!(
+                "an out-of-memory error was caught inside the closure and the step went on: let the \
+                 closure return out-of-memory errors, because the step's result may be wrong"
+            );
+        }
+        let most = lesson.sizes.iter().copied().max().unwrap_or(0);
+        // A small mini-batch has small micro-batches, however much memory there is.
+        let is_cut = lesson.sizes.len() > 1 && lesson.sizes.iter().sum::<usize>() >= FEW_SAMPLES;
+        let few = lesson.normalised && is_cut && most < FEW_SAMPLES;
+        if few && !std::mem::replace(&mut self.few, true) {
+            tracing::warn!(
+                samples = most,
+                "BatchNorm normalises each micro-batch by itself, and no more than a few samples fit: \
+                 give it more memory, or use GroupNorm"
+            );
+        }
+    }
 }

@@ -6,8 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
-use super::micro_batches::MicroBatches;
-use super::role::{BatchRole, PartSeed};
+use super::cut::{BatchRole, MicroBatches, PartSeed};
 use super::trained::Trained;
 use super::vote::Team;
 use crate::auto::{Kind, Use};

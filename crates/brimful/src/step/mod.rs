@@ -2,13 +2,13 @@
 //! other ranks.
 //!
 //! ```text
-//!   open      exchange samples, their kind, the seed, the trained parameters               handshake
-//!   size      choose the next size to try, one for all                                     sizing
-//!   attempt   the engine runs every micro-batch and commits nothing                  cut, tally, undo
-//!   report    exchange losses and their denominators, or the failure                       vote
-//!   prepare   compute all that a commit needs, gradients and statistics of all ranks       attempt
-//!   vote      every rank is ready, or every rank rolls back                                vote
-//!   commit    put gradients and statistics in place, which needs no memory                 attempt
+//!   open      exchange samples, their kind, the seed, the trained parameters          handshake
+//!   size      choose the next size to try, one for all                                sizing
+//!   attempt   the engine runs every micro-batch and commits nothing                   cut, tally, undo
+//!   report    exchange losses and their denominators, or the failure                  vote
+//!   prepare   compute all that a commit needs, gradients and statistics of all ranks  store_attempt
+//!   vote      every rank is ready, or every rank rolls back                           vote
+//!   commit    put gradients and statistics in place, which needs no memory            store_attempt
 //! ```
 //!
 //! If memory runs out before the commit, the step is rolled back and runs again with smaller micro-batches
@@ -16,60 +16,49 @@
 //! [`Pipeline`](crate::Pipeline) are kinds of an [`Engine`]: each defines how an attempt runs, and which
 //! memories it uses.
 
-mod attempt;
-mod caught;
 mod cut;
 mod engine;
 mod error;
 mod handshake;
-mod into_loss;
-mod lesson;
-mod micro_batches;
 mod parts;
 mod report;
-mod role;
 mod sizing;
 mod store_attempt;
 mod tally;
 mod trained;
 mod undo;
-mod unmanaged;
 mod vote;
 mod whole;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use tch::Device;
 
-pub(crate) use attempt::Attempt;
-pub(crate) use caught::{Failed, ParkedPanic, caught, into_error_or_panic};
-pub(crate) use cut::{Cut, MicroBatchInfo, MicroBatchRun};
-pub(crate) use engine::{Engine, Hints, Seeding, StepState};
+pub use cut::MicroBatches;
+pub(crate) use cut::{BatchRole, Cut, MicroBatchInfo, MicroBatchRun, PartSeed};
+pub(crate) use engine::{Attempt, Engine, Hints, Lesson, Seeding, StepState};
 pub use error::StepError;
 pub(crate) use handshake::{Handshake, StepRequest, described};
-pub use into_loss::IntoLoss;
-pub(crate) use lesson::Lesson;
-pub use micro_batches::MicroBatches;
 pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{StepReport, Timeline};
-pub(crate) use role::{BatchRole, PartSeed};
 pub(crate) use store_attempt::{StoreAttempt, gradient_bytes, parameters};
 pub use tally::NonFinitePolicy;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
-pub(crate) use undo::{Undo, put_back};
-pub(crate) use unmanaged::UnmanagedStatistics;
-pub(crate) use vote::{Exchange, PartReport, Team, Whole};
-pub(crate) use whole::{RowGradients, as_leaves, as_wide_as};
+pub(crate) use undo::{Undo, UnmanagedStatistics, put_back};
+pub(crate) use vote::{Exchange, Failed, ParkedPanic, PartReport, Team, Whole};
+pub(crate) use whole::{RowGradients, as_leaves};
 
-use crate::auto::SizeLog;
+use crate::auto::Use;
+use crate::oom::caught;
 use crate::random::{Randomness, SeedDraw};
 use crate::{Error, Result};
-use attempt::commit_or_undo;
 use engine::Window;
 use handshake::OwnPart;
 use sizing::AttemptSizes;
+use vote::LOSS;
 
 /// One attempt at a mini-batch, as its engine receives it.
 pub(crate) struct AttemptContext<'a> {
@@ -78,65 +67,113 @@ pub(crate) struct AttemptContext<'a> {
     pub(crate) exchange: &'a Exchange,
 }
 
-/// Runs a step over one mini-batch until it fits into memory, and commits it, with all ranks.
+/// End of a mini-batch whose attempt has succeeded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// Commits it.
+    Commit,
+    /// Keeps it for [`commit`]. The report then has nothing but the outputs.
+    Keep,
+}
+
+/// Runs a mini-batch at one size after the other, until an attempt fits into memory on all ranks; then ends it.
 pub(crate) fn run<E: Engine, O>(
     engine: &mut E,
     request: StepRequest,
-    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
+    ending: Ending,
+    mut run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<StepReport<O>> {
-    let team = engine.state().team.clone();
-    let request = match request.kind.is_training() {
-        true => request.provided(check_no_window(engine)),
-        false => request,
-    };
-    run_with(engine, &team, request, run_attempt)
-}
-
-/// Runs a mini-batch without gradients and without other replicas; returns the outputs alone.
-pub(crate) fn map<E: Engine, O>(
-    engine: &mut E,
-    request: StepRequest,
-    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
-) -> Result<O> {
-    let team = engine.state().own_team(E::SPREADS_MODEL);
-    Ok(run_with(engine, &team, request, run_attempt)?.outputs)
-}
-
-fn run_with<E: Engine, O>(
-    engine: &mut E,
-    team: &Team,
-    request: StepRequest,
-    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
-) -> Result<StepReport<O>> {
+    let start = Instant::now();
     let training = request.kind.is_training();
-    let (step, seed, log) = until_done(engine, team, request, run_attempt, finish)?;
+    let team = match ending {
+        Ending::Commit if request.kind.used != Use::Map => engine.state().team.clone(),
+        // Needs no other replica. Replicas need not accumulate equally often: the commit compares and sums what
+        // they have.
+        _ => engine.state().own_team(E::SPREADS_MODEL),
+    };
+    let (request, before) = match ending {
+        Ending::Commit if training => (request.provided(check_no_window(engine)), None),
+        Ending::Commit => (request, None),
+        Ending::Keep => {
+            let is_first = engine.state().window.is_none();
+            let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose();
+            let noted = before.as_ref().map(drop).map_err(Error::clone);
+            (request.provided(check_trained(engine).and(noted)), before.unwrap_or_default())
+        }
+    };
+    // A closure's panic is an error until everything is rolled back and reported: if it unwound from here,
+    // other ranks would wait for a vote that never comes.
+    let mut parked = ParkedPanic::default();
+    let drawn = match engine.seeding(&team) {
+        Seeding::Plain => None,
+        Seeding::Step(devices) => Some(SeedDraw::new(devices)),
+    };
+    let seed = drawn.as_ref().map(|drawn| drawn.seed.clone()).transpose();
+    let done = match open(engine, &team, request, seed) {
+        Err(error) => Err(error),
+        Ok(handshake) => {
+            let mut sizes = AttemptSizes::new(engine, &handshake, &team);
+            loop {
+                let (mut cut, exchange) = match sizes.next(engine) {
+                    // Channels of its own, so that it never reads messages that a failed attempt left in flight.
+                    Ok(cut) => (cut, team.exchange()),
+                    Err(error) => break Err(error),
+                };
+                let ended = match exchange {
+                    Ok(exchange) => {
+                        let (cut, handshake, exchange) = (&mut cut, &handshake, &exchange);
+                        let ran = run_attempt(engine, AttemptContext { cut, handshake, exchange });
+                        ended(engine, ran, ending, exchange, start, &mut parked)
+                    }
+                    Err(error) => Err(error),
+                };
+                let ended = ended.map_err(|error| engine.failed(error));
+                match sizes.end(engine, cut, ended) {
+                    Ok(Some(step)) => break Ok((step, handshake.seed(), sizes.log)),
+                    Ok(None) => {}
+                    Err(error) => break Err(error),
+                }
+            }
+        }
+    };
+    let done = match drawn {
+        Some(drawn) => drawn.end(training, done),
+        None => done,
+    };
+    parked.resume();
+    let (step, seed, log) = done?;
+    if let (Ending::Keep, Some(window)) = (ending, &mut engine.state().window) {
+        window.log.extend(log);
+        window.seed = window.seed.or(seed);
+        window.before = window.before.take().or(before);
+        return Ok(step);
+    }
     if training {
         // The optimizer allocates its state before the next step, so nothing is reserved for it any more.
         engine.state().reserved.clear();
     }
-    Ok(StepReport { seed, ..step }.with_log(log))
+    Ok(StepReport { seed, decisions: log.decisions, retries: log.retries, ..step })
 }
 
-/// Runs a mini-batch and keeps the result for [`commit`]; other replicas take no part until then.
-pub(crate) fn accumulate<E: Engine, O>(
+/// Ends an attempt that has run: commits or keeps it, or reports its failure to all ranks. Returns what an automatic
+/// size learns from it, too.
+fn ended<E: Engine, O>(
     engine: &mut E,
-    request: StepRequest,
-    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
-) -> Result<O> {
-    let is_first = engine.state().window.is_none();
-    let before = is_first.then(|| Randomness::now(Device::Cpu)).transpose();
-    let noted = before.as_ref().map(drop).map_err(Error::clone);
-    let request = request.provided(check_trained(engine).and(noted));
-    // Replicas need not accumulate equally often: the commit compares and sums what they have.
-    let team = engine.state().own_team(E::SPREADS_MODEL);
-    let (outputs, seed, log) = until_done(engine, &team, request, run_attempt, keep)?;
-    let before = before?;
-    if let Some(window) = &mut engine.state().window {
-        window.log.extend(log);
-        window.seed = window.seed.or(seed);
-        window.before = window.before.take().or(before);
-    }
-    Ok(outputs)
+    ran: Result<(E::Attempt, O), Failed>,
+    ending: Ending,
+    exchange: &Exchange,
+    start: Instant,
+    parked: &mut ParkedPanic,
+) -> Result<(StepReport<O>, Lesson)> {
+    let (attempt, outputs) =
+        ran.map_err(|failed| exchange.report_failure(parked.park(failed), start))?;
+    // Read first, because an attempt may be merged into others.
+    let lesson = attempt.lesson();
+    let step = match ending {
+        Ending::Commit => finish(engine, attempt, outputs, exchange, start)?,
+        Ending::Keep => keep(engine, attempt, outputs, exchange, start)?,
+    };
+    Ok((step, lesson))
 }
 
 /// Commits the gradients of all mini-batches since the last commit, as if they had been one.
@@ -166,7 +203,7 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<StepReport> {
     }
     let step = finished?;
     engine.state().reserved.clear();
-    Ok(StepReport { seed, ..step }.with_log(log))
+    Ok(StepReport { seed, decisions: log.decisions, retries: log.retries, ..step })
 }
 
 /// Returns the role in the step of this process's mini-batch, or of one replica's part of it. `last` says that
@@ -200,72 +237,6 @@ fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
     let checked = window.attempt.check_trained(engine);
     engine.state().window = Some(window);
     checked
-}
-
-/// Runs a mini-batch at one size after the other, until `end` accepts an attempt. Returns its result, the step's
-/// seed, and the log of sizes.
-fn until_done<E: Engine, O, T>(
-    engine: &mut E,
-    team: &Team,
-    request: StepRequest,
-    run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
-    end: impl FnMut(&mut E, E::Attempt, O, &Exchange, Instant) -> Result<T>,
-) -> Result<(T, Option<u64>, SizeLog)> {
-    let start = Instant::now();
-    let training = request.kind.is_training();
-    // A closure's panic is an error until everything is rolled back and reported: if it unwound from here,
-    // other ranks would wait for a vote that never comes.
-    let mut parked = ParkedPanic::default();
-    let drawn = match engine.seeding(team) {
-        Seeding::Plain => None,
-        Seeding::Step(devices) => Some(SeedDraw::new(devices)),
-    };
-    let seed = drawn.as_ref().map(|drawn| drawn.seed.clone()).transpose();
-    let done = open(engine, team, request, seed).and_then(|handshake| {
-        run_attempts(engine, team, &handshake, start, &mut parked, run_attempt, end)
-    });
-    let done = match drawn {
-        Some(drawn) => drawn.end(training, done),
-        None => done,
-    };
-    parked.resume();
-    done
-}
-
-/// Runs attempts until one is accepted.
-fn run_attempts<E: Engine, O, T>(
-    engine: &mut E,
-    team: &Team,
-    handshake: &Handshake,
-    start: Instant,
-    parked: &mut ParkedPanic,
-    mut run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
-    mut end: impl FnMut(&mut E, E::Attempt, O, &Exchange, Instant) -> Result<T>,
-) -> Result<(T, Option<u64>, SizeLog)> {
-    let mut sizes = AttemptSizes::new(engine, handshake, team);
-    loop {
-        let mut cut = sizes.next(engine)?;
-        // Each attempt has channels of its own, so that it never reads messages that a failed one left in flight.
-        let ended = match team.exchange() {
-            Ok(exchange) => {
-                let context = AttemptContext { cut: &mut cut, handshake, exchange: &exchange };
-                match run_attempt(engine, context) {
-                    Ok((attempt, outputs)) => {
-                        // Read before `end`, which may consume the attempt.
-                        let lesson = attempt.lesson();
-                        let value = end(engine, attempt, outputs, &exchange, start);
-                        value.map(|value| (value, lesson))
-                    }
-                    Err(failed) => Err(exchange.report_failure(parked.park(failed), start)),
-                }
-            }
-            Err(error) => Err(error),
-        };
-        let ended = ended.map_err(|error| engine.failed(error));
-        if let Some(value) = sizes.end(engine, cut, ended)? {
-            return Ok((value, handshake.seed(), sizes.log));
-        }
-    }
 }
 
 /// Opens the handshake of all ranks, then refreshes copies of shared variables if any has changed.
@@ -307,7 +278,7 @@ fn keep<E: Engine, O>(
     outputs: O,
     exchange: &Exchange,
     start: Instant,
-) -> Result<O> {
+) -> Result<StepReport<O>> {
     let window = engine.state().window.take();
     let earlier = window.as_ref().map(|window| &window.attempt);
     let lasting = caught(|| attempt.detach(engine, earlier));
@@ -323,7 +294,7 @@ fn keep<E: Engine, O>(
     };
     let attempt = attempt.merge(engine, earlier)?;
     engine.state().window = Some(Window { attempt, log, seed, before });
-    Ok(outputs)
+    Ok(StepReport::of_outputs(outputs))
 }
 
 /// Commits an attempt, with all ranks, and returns the step's report.
@@ -354,4 +325,42 @@ pub(crate) fn finish<E: Engine, O>(
         decisions: Vec::new(),
         retries: 0,
     })
+}
+
+/// Commits an attempt on all ranks, or rolls it back on all.
+fn commit_or_undo<E, A: Attempt<E>>(
+    engine: &mut E,
+    mut attempt: A,
+    exchange: &Exchange,
+    start: Instant,
+) -> Result<(A, Arc<Whole>)> {
+    match agree(engine, &mut attempt, exchange, start) {
+        // From here on nothing may fail on one rank alone: the others commit now.
+        Ok(whole) => {
+            attempt.commit(engine)?;
+            Ok((attempt, whole))
+        }
+        Err(error) => {
+            attempt.undo(engine)?;
+            Err(error)
+        }
+    }
+}
+
+/// Exchanges the reports of all parts and prepares the commit; commits nothing yet.
+fn agree<E, A: Attempt<E>>(
+    engine: &mut E,
+    attempt: &mut A,
+    exchange: &Exchange,
+    start: Instant,
+) -> Result<Arc<Whole>> {
+    // A rank that fails votes with its error: if it returned, the others would wait. Hence `caught` and not
+    // `?`.
+    let reported = caught(|| attempt.report(engine, exchange));
+    let reported = exchange.vote(LOSS, reported, start.elapsed())?;
+    let whole = Arc::new(Whole::of(reported, exchange.team.replicas)?);
+    // Preparing needs memory and may fail on some ranks only, so a second vote follows.
+    let prepared = caught(|| attempt.prepare(engine, &whole, exchange));
+    exchange.vote("the gradients", prepared, start.elapsed())?;
+    Ok(whole)
 }

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use brimful_torch::arena::ArenaGuard;
 
-use super::lesson::Lesson;
+use super::engine::{Attempt, Engine, Lesson};
 use super::report::Figures;
 use super::store_attempt::StoreAttempt;
-use super::{Attempt, Engine, Exchange, PartReport, Whole};
+use super::vote::{Exchange, PartReport, Whole};
 use crate::Result;
 use crate::memory::Memory;
 use brimful_plan::bytes::Bytes;
@@ -70,7 +70,8 @@ impl<E: PartsEngine> Attempt<E> for Parts {
 
     fn prepare(&mut self, engine: &mut E, whole: &Arc<Whole>, exchange: &Exchange) -> Result<()> {
         let _inside = enter_host_arena(engine);
-        self.attempt.prepare(whole, 0, exchange.summing().as_ref())?;
+        self.attempt.sum_up(whole, 0, exchange.summing().as_ref())?;
+        self.attempt.cast()?;
         self.attempt.check_finite(engine.state().non_finite)
     }
 

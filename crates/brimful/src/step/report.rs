@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::auto::{Decision, SizeLog};
+use crate::auto::Decision;
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{Actions, HostLinkUse, Span, render};
 
@@ -77,14 +77,31 @@ pub(crate) struct Figures {
 }
 
 impl<O> StepReport<O> {
+    /// Creates the report of a mini-batch that waits for its commit.
+    pub(super) fn of_outputs(outputs: O) -> Self {
+        Self {
+            loss: f64::NAN,
+            terms: Vec::new(),
+            samples: 0,
+            shares: Vec::new(),
+            sizes: Vec::new(),
+            outputs,
+            time: Duration::ZERO,
+            times: Vec::new(),
+            peaks: Vec::new(),
+            replayed: 0,
+            unmanaged_norms: 0,
+            seed: None,
+            timeline: None,
+            decisions: Vec::new(),
+            retries: 0,
+        }
+    }
+
     /// Returns the peak memory of the device with the highest, among devices where it is counted.
     #[must_use]
     pub fn peak(&self) -> Option<Bytes> {
         self.peaks.iter().flatten().max().copied()
-    }
-
-    pub(super) fn with_log(self, log: SizeLog) -> Self {
-        Self { decisions: log.decisions, retries: log.retries, ..self }
     }
 }
 

@@ -3,11 +3,9 @@
 
 use std::time::Duration;
 
-use super::cut::Cut;
-use super::engine::Engine;
+use super::cut::{Cut, MicroBatches};
+use super::engine::{Engine, Lesson};
 use super::handshake::Handshake;
-use super::lesson::Lesson;
-use super::micro_batches::MicroBatches;
 use super::vote::Team;
 use crate::auto::{Identity, Kind, SizeLog, SizeWatch, hash_of_variables};
 use crate::batch::Samples;

@@ -7,13 +7,13 @@ use tch::Tensor;
 use tch::nn::Variables;
 
 use super::StepError;
-use super::caught::into_error_or_panic;
 use super::tally::{NonFinitePolicy, Tally, TermGroup, distinct};
 use super::trained::{Names, Trained, names};
 use super::undo::Undo;
 use super::vote::{PartReport, SeenPart, Whole};
-use crate::accumulate::{Finished, Named, Sums, check_dense, name_of};
+use crate::accumulate::{Finished, Named, Sums, Total, check_dense, name_of};
 use crate::batch::tensor_bytes;
+use crate::oom::into_error_or_panic;
 use crate::ranks::RankSum;
 use crate::statistics::{Moved, Pending, ReportedLayer};
 use crate::{Error, Result, oom};
@@ -47,6 +47,8 @@ pub(crate) struct StoreAttempt {
     pub(crate) peak: Bytes,
     /// Updates of running statistics, if they were computed before the commit.
     moved: Option<Moved>,
+    /// Gradients that are summed and not cast yet.
+    pub(crate) total: Total,
     prepared: Option<(Finished, Moved)>,
 }
 
@@ -72,6 +74,7 @@ impl StoreAttempt {
             sizes,
             peak: Bytes(0),
             moved: None,
+            total: Total::default(),
             prepared: None,
         }
     }
@@ -211,9 +214,9 @@ impl StoreAttempt {
         Ok(all)
     }
 
-    /// Computes all that a commit needs. `part` is its index among the whole's parts; `collective` is the channel on
-    /// which its sums are added to those of other ranks, if there are any.
-    pub(crate) fn prepare(
+    /// Computes all that a commit needs but the cast of the gradients. `part` is its index among the whole's parts;
+    /// `collective` is the channel on which its sums are added to those of other ranks, if there are any.
+    pub(crate) fn sum_up(
         &mut self,
         whole: &Whole,
         part: usize,
@@ -222,8 +225,8 @@ impl StoreAttempt {
         let sums = std::mem::take(&mut self.sums);
         let factors = whole.factors(self.unit);
         let mut first_ones = Moved::default();
-        let gradients = match collective {
-            None => sums.finish(&self.parameters, &factors)?,
+        self.total = match collective {
+            None => sums.total(self.parameters.len(), &factors)?,
             Some(collective) => {
                 // All ranks make these collective calls in one order.
                 self.sum_statistics(&whole.part(part).layers, collective)?;
@@ -233,7 +236,14 @@ impl StoreAttempt {
         };
         let mut moved = self.moved.take().map_or_else(|| self.undo.statistics.prepare(), Ok)?;
         moved.extend(first_ones);
-        self.prepared = Some((gradients, moved));
+        self.moved = Some(moved);
+        Ok(())
+    }
+
+    /// Casts the gradients to their parameters' dtypes, once nothing is added to them any more.
+    pub(crate) fn cast(&mut self) -> Result<()> {
+        let gradients = std::mem::take(&mut self.total).finish(&self.parameters)?;
+        self.prepared = Some((gradients, self.moved.take().unwrap_or_default()));
         Ok(())
     }
 
@@ -271,22 +281,26 @@ impl StoreAttempt {
         whole: &Whole,
         part: usize,
         collective: &RankSum,
-    ) -> Result<Finished> {
+    ) -> Result<Total> {
         let present = &whole.part(part).present;
         // An evaluation has no gradient on any rank, and sends nothing.
         if !present.contains(&true) {
-            return Ok(Finished(Vec::new()));
+            return Ok(Total::default());
         }
         // In a step of one mini-batch all ranks divide by the same unit. So a single group's factor is the same
         // on all of them, and gradients may be in flight before it is known.
         let alike = factors.len() <= 1 && self.unit == whole.samples;
-        sums.finish_over_ranks(&self.parameters, factors, alike, collective, present)
+        sums.total_over_ranks(&self.parameters, factors, alike, collective, present)
     }
 
-    /// Returns the parameters and their prepared gradients, one for each.
-    pub(crate) fn prepared(&mut self) -> Option<(&[Tensor], &mut Finished)> {
-        let Self { parameters, prepared, .. } = self;
-        prepared.as_mut().map(|(gradients, _)| (&**parameters, gradients))
+    /// Adds gradients of copies of its parameters, by index, on the devices where the parameters are stored.
+    pub(crate) fn add(&mut self, gradients: Vec<(usize, Tensor)>) -> Result<()> {
+        let mut placed: Vec<_> = self.parameters.iter().map(|_| None).collect();
+        for (at, gradient) in gradients {
+            // That device need not be the one that computes.
+            placed[at] = Some(gradient.f_to_device(self.parameters[at].device())?);
+        }
+        self.total.add(placed)
     }
 
     /// Fails if the policy refuses non-finite gradients and a prepared gradient would not be finite once

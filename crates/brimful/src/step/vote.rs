@@ -1,17 +1,18 @@
 //! Ranks that take part in a step, their reports of an attempt, and their votes on it.
 //!
-//! One path serves a single process too: a world of one votes with itself.
+//! A process alone votes for itself, and sends nothing.
 
+use std::any::Any;
+use std::panic;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::caught::Failed;
 use super::tally::{Counted, TermGroup, Totals};
 use super::trained::Trained;
+use crate::oom::{Caught, into_error, panic_message};
 use crate::ranks::RankSum;
 use crate::statistics::ReportedLayer;
-use crate::workers::into_error;
 use crate::world::{Collective, World};
 use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
@@ -69,6 +70,9 @@ impl Exchange {
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {
+        if self.team.is_alone() {
+            return Ok(vec![result?]);
+        }
         let at = match &result {
             Ok(_) => at,
             Err(error) => {
@@ -202,5 +206,64 @@ impl SeenPart {
         self.present.resize(present.len().max(self.present.len()), false);
         self.present.iter_mut().zip(present).for_each(|(any, has)| *any |= has);
         self.layers.extend(layers);
+    }
+}
+
+/// A failed attempt and its time: of several failures the first is reported.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub(crate) at: Instant,
+    pub(crate) cause: Box<Caught<Error>>,
+    /// True if another part has failed before, perhaps in another rank.
+    pub(crate) follows: bool,
+}
+
+impl Failed {
+    /// Creates a failure with this error, at this time.
+    pub(crate) fn at(at: Instant, error: Error) -> Self {
+        Self { at, cause: Box::new(Caught::Error(error)), follows: false }
+    }
+
+    /// Creates a failure that another one has caused; the other one is reported instead.
+    pub(crate) fn stopped(error: Error) -> Self {
+        Self { follows: true, ..error.into() }
+    }
+}
+
+impl From<Caught<Error>> for Failed {
+    fn from(cause: Caught<Error>) -> Self {
+        Self { at: Instant::now(), cause: Box::new(cause), follows: false }
+    }
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Self {
+        Caught::Error(error).into()
+    }
+}
+
+/// A user's panic that resumes once everything is rolled back and all ranks have the report.
+#[derive(Default)]
+pub(crate) struct ParkedPanic(Option<Box<dyn Any + Send>>);
+
+impl ParkedPanic {
+    /// Keeps a panic, and reports its message to the other ranks.
+    pub(crate) fn park(&mut self, failed: Failed) -> Failed {
+        match *failed.cause {
+            Caught::Panic(payload) => {
+                let message = panic_message(&*payload);
+                self.0 = Some(payload);
+                let error = Error::Panicked { message };
+                Failed { cause: Box::new(Caught::Error(error)), ..failed }
+            }
+            cause => Failed { cause: Box::new(cause), ..failed },
+        }
+    }
+
+    /// Resumes the panic, if there was one.
+    pub(crate) fn resume(self) {
+        if let Some(payload) = self.0 {
+            panic::resume_unwind(payload);
+        }
     }
 }

@@ -15,7 +15,7 @@ use tch::{Device, Tensor};
 
 use super::StepError;
 use crate::Result;
-use crate::batch::{self, Batch, Leaf};
+use crate::batch::{self, Batch, Leaf, as_wide_as};
 
 /// Returns the outputs as leaves of a new graph, at which the loss's backward ends.
 pub(crate) fn as_leaves<O: Batch>(outputs: &O) -> Result<O> {
@@ -81,13 +81,5 @@ impl RowGradients {
             roots.push((output, as_wide_as(output, gradient)?));
         }
         Ok(roots)
-    }
-}
-
-/// Cuts the padding off a gradient of outputs that were padded to the longest sequence of all.
-pub(crate) fn as_wide_as(output: &Tensor, gradient: Tensor) -> Result<Tensor> {
-    match (output.size().get(1), gradient.size().get(1)) {
-        (Some(&own), Some(&padded)) if own < padded => Ok(gradient.f_narrow(1, 0, own)?),
-        _ => Ok(gradient),
     }
 }

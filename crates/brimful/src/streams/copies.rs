@@ -15,8 +15,8 @@ use brimful_torch::stream::{Event, Stream};
 use brimful_torch::transfer;
 use tch::{Device, Tensor};
 
+use super::TimedEvent;
 use super::fence::accelerators;
-use super::timed_event::TimedEvent;
 use crate::Result;
 use crate::batch::{Borrowers, tensor_bytes};
 
@@ -26,7 +26,7 @@ use crate::batch::{Borrowers, tensor_bytes};
 /// that allocated it. The memory of a short-lived stream would stay unused in the cache.
 #[derive(Debug, Clone)]
 pub(crate) struct CopyStreams {
-    device: Device,
+    pub(crate) device: Device,
     /// One stream for each device that was copied from or to.
     streams: Arc<Mutex<Vec<Stream>>>,
     /// True if pinned memory of the caller was read.
@@ -58,10 +58,6 @@ impl CopyStreams {
             reads_pinned: Arc::default(),
             borrowers: Borrowers::default(),
         }
-    }
-
-    pub(crate) fn device(&self) -> Device {
-        self.device
     }
 
     /// Begins to copy a tensor to this device. The copy waits for `ready`, at which the tensor is complete on its

@@ -8,23 +8,20 @@
 //! work there follows the worker's.
 
 mod device;
-mod error;
-mod shared;
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle, ThreadId};
 
+use brimful_torch::grad_mode::GradMode;
 use brimful_torch::threads::limit_threads;
 use tch::Device;
 
-use crate::gradient_mode::with_graphs;
 use crate::streams::{StreamFence, accelerators};
 use crate::{Error, Result, oom};
 pub use device::DeviceSpec;
 pub(crate) use device::resolved;
-pub(crate) use error::{into_error, panic_message};
-pub(crate) use shared::SharedWorkers;
 
 /// Closure for a worker, which sends its own answer.
 type Command<W> = Box<dyn FnOnce(&mut W) + Send>;
@@ -203,9 +200,56 @@ fn work<W>(
 
 /// Runs a worker's closure with grad mode enabled, which an earlier closure may have disabled. Catches panics.
 fn begun<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    oom::catch(|| with_graphs(true, work)).map_err(error::into_error)
+    let _graphs = GradMode::set(true);
+    oom::caught(work)
 }
 
 fn gone(worker: usize) -> Error {
     Error::WorkerGone { worker }
+}
+
+/// Workers that one holder at a time may send work to.
+pub(crate) struct SharedWorkers<W> {
+    workers: Arc<Mutex<Workers<W>>>,
+    threads: Arc<[ThreadId]>,
+}
+
+impl<W> fmt::Debug for SharedWorkers<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.workers.fmt(f)
+    }
+}
+
+impl<W> Clone for SharedWorkers<W> {
+    fn clone(&self) -> Self {
+        Self { workers: Arc::clone(&self.workers), threads: Arc::clone(&self.threads) }
+    }
+}
+
+impl<W> SharedWorkers<W> {
+    pub(crate) fn new(workers: Workers<W>) -> Self {
+        let threads = workers.threads().collect();
+        Self { workers: Arc::new(Mutex::new(workers)), threads }
+    }
+
+    /// Waits until no other holder uses the workers.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Workers<W>> {
+        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the workers for a holder that closures on the workers may call.
+    ///
+    /// # Errors
+    /// On a thread of these workers while another holder has locked them, because that holder waits for
+    /// this thread.
+    pub(crate) fn lock_outside_step(&self) -> Result<MutexGuard<'_, Workers<W>>> {
+        match self.workers.try_lock() {
+            Ok(workers) => Ok(workers),
+            Err(TryLockError::Poisoned(workers)) => Ok(workers.into_inner()),
+            Err(TryLockError::WouldBlock) if self.threads.contains(&thread::current().id()) => {
+                Err(Error::InStep)
+            }
+            Err(TryLockError::WouldBlock) => Ok(self.lock()),
+        }
+    }
 }

@@ -40,13 +40,14 @@ impl World {
     }
 
     fn share_bytes(&self, what: &str, own: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        let number = self.link().with(|engine| {
+        let Some(member) = &self.0 else { return Ok(vec![own]) };
+        let number = member.link.with(|engine| {
             engine.moments += 1;
             let number = engine.moments;
             engine.tell_all(&Message::Value { number, what: what.to_owned(), bytes: own.clone() });
             number
         })?;
-        self.link().wait(|engine| Ok(said(engine, number, what, &own)?))
+        member.link.wait(|engine| Ok(said(engine, number, what, &own)?))
     }
 
     /// Checks that all ranks have the same value; `what` names it in the error.

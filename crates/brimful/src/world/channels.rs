@@ -14,9 +14,9 @@ use crate::Result;
 use crate::memory::Memory;
 
 /// Collective of the ranks. All ranks begin the same collectives in the same order. Dropping the last clone ends it,
-/// with all pending transfers.
+/// with all pending transfers. That of a rank alone has no channel.
 #[derive(Debug, Clone)]
-pub(crate) struct Collective(Arc<Open>);
+pub(crate) struct Collective(Option<Arc<Open>>);
 
 #[derive(Debug)]
 struct Open {
@@ -28,7 +28,7 @@ struct Open {
 /// Sending end of a channel.
 #[derive(Debug)]
 pub(crate) struct Outlet {
-    collective: Collective,
+    open: Arc<Open>,
     to: usize,
     channel: Channel,
     places: usize,
@@ -37,7 +37,7 @@ pub(crate) struct Outlet {
 /// Receiving end of a channel.
 #[derive(Debug)]
 pub(crate) struct Inlet {
-    collective: Collective,
+    open: Arc<Open>,
     from: usize,
     channel: Channel,
 }
@@ -45,7 +45,7 @@ pub(crate) struct Inlet {
 /// Sum over ranks in progress.
 #[derive(Debug)]
 pub(crate) struct Summing {
-    collective: Collective,
+    open: Arc<Open>,
     channel: Channel,
 }
 
@@ -60,16 +60,25 @@ pub(crate) enum Stopped {
 impl Collective {
     pub(super) fn begin(link: &Arc<Link>, rank: usize) -> Result<Self> {
         let number = link.with(|engine| engine.begin())?;
-        Ok(Self(Arc::new(Open { link: Arc::clone(link), rank, number })))
+        Ok(Self(Some(Arc::new(Open { link: Arc::clone(link), rank, number }))))
+    }
+
+    /// Returns the collective of a rank without others.
+    pub(super) fn of_one() -> Self {
+        Self(None)
+    }
+
+    fn open(&self) -> &Arc<Open> {
+        self.0.as_ref().expect("a rank without others has no channel")
     }
 
     fn channel(&self, number: u32) -> Channel {
-        Channel { collective: self.0.number, number }
+        Channel { collective: self.open().number, number }
     }
 
     /// Returns the sending end of a channel to another rank, with at most `places` transfers in flight.
     pub(crate) fn outlet(&self, to: usize, number: u32, places: usize) -> Outlet {
-        Outlet { collective: self.clone(), to, channel: self.channel(number), places }
+        Outlet { open: Arc::clone(self.open()), to, channel: self.channel(number), places }
     }
 
     /// Returns the receiving end of a channel from another rank. Received tensors are charged to an arena,
@@ -82,8 +91,9 @@ impl Collective {
         memory: Option<Memory>,
     ) -> Result<Inlet> {
         let channel = self.channel(number);
-        self.0.link.with(|engine| engine.inbox(from, channel).open(places, memory))?;
-        Ok(Inlet { collective: self.clone(), from, channel })
+        let open = Arc::clone(self.open());
+        open.link.with(|engine| engine.inbox(from, channel).open(places, memory))?;
+        Ok(Inlet { open, from, channel })
     }
 
     /// Begins to sum a tensor over these ranks, which all ranks list in the same order. The tensor is
@@ -98,25 +108,27 @@ impl Collective {
     ) -> Result<Summing> {
         let channel = self.channel(number);
         let flat = tensor.f_detach()?.f_view([-1_i64])?;
-        let ring = Ring::new(Arc::clone(ranks), self.0.rank, flat, ready)?;
-        self.0.link.begin_sum(channel, ring);
-        Ok(Summing { collective: self.clone(), channel })
+        let open = Arc::clone(self.open());
+        let ring = Ring::new(Arc::clone(ranks), open.rank, flat, ready)?;
+        open.link.begin_sum(channel, ring);
+        Ok(Summing { open, channel })
     }
 
     /// Returns the rank of this end.
     pub(crate) fn rank(&self) -> usize {
-        self.0.rank
+        self.open().rank
     }
 
     /// Reports to all ranks that the collective has failed here, which ends every wait for it.
     pub(crate) fn stop(&self) {
+        let Some(open) = &self.0 else { return };
         // After the end of the world there is no wait to end.
-        let _ = self.0.link.with(|engine| engine.stop(self.0.number));
+        let _ = open.link.with(|engine| engine.stop(open.number));
     }
 
     /// Returns a guard that stops the collective unless all went well.
     pub(crate) fn stopping(&self) -> Stopping {
-        Stopping(Some(self.clone()))
+        Stopping(self.0.is_some().then(|| self.clone()))
     }
 }
 
@@ -158,7 +170,7 @@ impl Outlet {
 
     /// Sends tensors whose data are in host memory when the event is reached.
     pub(crate) fn send_when(&self, tensors: Tensors, ready: Option<Event>) -> Result<(), Stopped> {
-        let Open { link, number, .. } = &*self.collective.0;
+        let Open { link, number, .. } = &*self.open;
         // Packed without the lock, because packing may copy from a device. The originals are dropped before
         // the wait for a place, which then does not keep their memory.
         let mut message = Some(OutgoingMessage::pack(&tensors, ready).map_err(Stopped::Error)?);
@@ -182,7 +194,7 @@ impl Outlet {
 impl Inlet {
     /// Takes the next tensors.
     pub(crate) fn take(&self) -> Result<Tensors, Stopped> {
-        let Open { link, number, .. } = &*self.collective.0;
+        let Open { link, number, .. } = &*self.open;
         link.wait(|engine| {
             let inbox = engine.inbox(self.from, self.channel);
             let wait = inbox.waits_for(self.from);
@@ -200,7 +212,7 @@ impl Inlet {
 impl Summing {
     /// Waits until the sum is in the tensor.
     pub(crate) fn wait(self) -> Result<(), Stopped> {
-        let Open { link, number, .. } = &*self.collective.0;
+        let Open { link, number, .. } = &*self.open;
         link.wait(|engine| match engine.take_ring(self.channel) {
             Some(_) => Ok(Look::Found(Ok(()))),
             None if engine.is_stopped(*number) => Ok(Look::Found(Err(Stopped::Collective))),

@@ -41,7 +41,7 @@ mod traffic;
 mod waits;
 mod wire;
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 pub use error::WorldError;
@@ -53,7 +53,8 @@ pub(crate) use channels::{Collective, Inlet, Outlet, Stopped, Summing};
 use link::{Link, Pump};
 pub(crate) use message::Tensors;
 use messenger::Messenger;
-use wire::{Alone, Wire};
+#[cfg(feature = "mpi")]
+use wire::Wire;
 
 /// Default time without a heartbeat after which a rank is given up.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -65,15 +66,18 @@ const TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// Clones are the same world. Dropping the last one ends this rank: it waits until all others end too, or
 /// are lost.
 #[derive(Debug, Clone)]
-pub struct World(Arc<Membership>);
+pub struct World(Option<Arc<Membership>>);
+
+/// Machine of a process alone.
+static THIS_MACHINE: LazyLock<[String; 1]> = LazyLock::new(|| ["this machine".to_owned()]);
 
 #[derive(Debug)]
 struct Membership {
     rank: usize,
     hosts: Vec<String>,
     link: Arc<Link>,
-    /// Ends this rank's part when it is dropped; a process alone needs none.
-    _pump: Option<Pump>,
+    /// Ends this rank's part when it is dropped.
+    _pump: Pump,
 }
 
 /// First message of each rank.
@@ -98,9 +102,7 @@ impl World {
 
     /// Creates a world of this process alone.
     pub fn alone() -> Self {
-        let link = Link::new(Messenger::new(Box::new(Alone), HEARTBEAT_TIMEOUT, TIMEOUT));
-        let hosts = vec![Alone.host()];
-        Self(Arc::new(Membership { rank: 0, hosts, link, _pump: None }))
+        Self(None)
     }
 
     /// Creates the world on a wire, which one thread starts and ends.
@@ -112,21 +114,21 @@ impl World {
         let link = Arc::clone(&pump.link);
         let (rank, hosts) = link.with(|engine| (engine.rank, engine.hosts.clone()))?;
         let host = hosts[rank].clone();
-        let mut member = Arc::new(Membership { rank, hosts, link, _pump: Some(pump) });
+        let mut member = Arc::new(Membership { rank, hosts, link, _pump: pump });
         // Before anything else: messages of another version may not even decode.
         let greeting = Greeting { version: env!("CARGO_PKG_VERSION").to_owned(), host };
-        let all = Self(Arc::clone(&member)).share("greeting", &greeting)?;
+        let all = Self(Some(Arc::clone(&member))).share("greeting", &greeting)?;
         let versions = all.iter().map(|greeting| greeting.version.clone()).collect();
         WorldError::check_same("the version of brimful", versions)?;
         let hosts: Vec<String> = all.into_iter().map(|greeting| greeting.host).collect();
         member.link.with(|engine| engine.hosts.clone_from(&hosts))?;
         Arc::get_mut(&mut member).expect("nobody else has it yet").hosts = hosts;
-        Ok(Self(member))
+        Ok(Self(Some(member)))
     }
 
     /// Returns this process's number, from 0 on.
     pub fn rank(&self) -> usize {
-        self.0.rank
+        self.0.as_ref().map_or(0, |member| member.rank)
     }
 
     /// Returns this process's number among those on its machine, which can select its device.
@@ -138,12 +140,12 @@ impl World {
 
     /// Returns the number of processes.
     pub fn size(&self) -> usize {
-        self.0.hosts.len()
+        self.hosts().len()
     }
 
     /// Returns the machine of each rank.
     pub fn hosts(&self) -> &[String] {
-        &self.0.hosts
+        self.0.as_ref().map_or(&*THIS_MACHINE, |member| &member.hosts)
     }
 
     /// Returns the time without a heartbeat after which a rank is given up: 30 s by default.
@@ -151,7 +153,7 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn heartbeat_timeout(&self) -> Result<Duration> {
-        self.link().with(|engine| engine.pulse.heartbeat_timeout)
+        self.with(HEARTBEAT_TIMEOUT, |engine| engine.pulse.heartbeat_timeout)
     }
 
     /// Sets the time without a heartbeat after which a rank is given up. All ranks must set the same: a
@@ -160,7 +162,7 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn set_heartbeat_timeout(&self, heartbeat_timeout: Duration) -> Result<()> {
-        self.link().with(|engine| engine.pulse.heartbeat_timeout = heartbeat_timeout)
+        self.with((), |engine| engine.pulse.heartbeat_timeout = heartbeat_timeout)
     }
 
     /// Returns the longest time that this rank waits for another one whose heartbeat continues: 30 minutes by default.
@@ -169,7 +171,7 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn timeout(&self) -> Result<Duration> {
-        self.link().with(|engine| engine.waits.longest)
+        self.with(TIMEOUT, |engine| engine.waits.longest)
     }
 
     /// Sets how long this rank waits for another. It must be longer than any work that one rank does alone,
@@ -178,7 +180,7 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn set_timeout(&self, longest: Duration) -> Result<()> {
-        self.link().with(|engine| engine.waits.longest = longest)
+        self.with((), |engine| engine.waits.longest = longest)
     }
 
     /// Returns the amount of data that this rank has sent so far.
@@ -186,16 +188,20 @@ impl World {
     /// # Errors
     /// When the world has ended.
     pub fn traffic(&self) -> Result<Traffic> {
-        self.link().with(|engine| engine.traffic)
+        self.with(Traffic::default(), |engine| engine.traffic)
     }
 
     /// Begins a collective of the ranks.
     pub(crate) fn collective(&self) -> Result<Collective> {
-        Collective::begin(self.link(), self.rank())
+        match &self.0 {
+            Some(member) => Collective::begin(&member.link, member.rank),
+            None => Ok(Collective::of_one()),
+        }
     }
 
-    fn link(&self) -> &Arc<Link> {
-        &self.0.link
+    /// Runs `f` on the messages; returns `alone` where there are none.
+    fn with<T>(&self, alone: T, f: impl FnOnce(&mut Messenger) -> T) -> Result<T> {
+        self.0.as_ref().map_or(Ok(alone), |member| member.link.with(f))
     }
 }
 

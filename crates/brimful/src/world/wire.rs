@@ -1,4 +1,4 @@
-//! Transport of messages between ranks: MPI, or nothing where a process is alone.
+//! Transport of messages between ranks.
 
 use std::fmt::Debug;
 
@@ -38,44 +38,4 @@ pub(super) trait Wire: Debug + Send {
 
     /// Ends in order, together with all ranks.
     fn end(self: Box<Self>);
-}
-
-/// Wire of a process without others.
-#[derive(Debug)]
-pub(super) struct Alone;
-
-impl Wire for Alone {
-    fn place(&self) -> (usize, usize) {
-        (0, 1)
-    }
-
-    fn host(&self) -> String {
-        "this machine".into()
-    }
-
-    fn tell(&mut self, _: usize, _: Vec<u8>) -> Result<Ticket, WorldError> {
-        Ok(0)
-    }
-
-    fn told(&mut self) -> Result<Option<(usize, Vec<u8>)>, WorldError> {
-        Ok(None)
-    }
-
-    fn tags(&self) -> u64 {
-        u64::MAX
-    }
-
-    fn send(&mut self, _: Tensor, _: usize, _: u64) -> Result<Ticket, WorldError> {
-        Ok(0)
-    }
-
-    fn receive(&mut self, _: Tensor, _: usize, _: u64) -> Result<Ticket, WorldError> {
-        Ok(0)
-    }
-
-    fn is_done(&mut self, _: Ticket) -> Result<bool, WorldError> {
-        Ok(true)
-    }
-
-    fn end(self: Box<Self>) {}
 }

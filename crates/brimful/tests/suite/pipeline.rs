@@ -926,3 +926,35 @@ fn an_optimizer_inside_a_step_is_refused_and_no_wait_for_ever() {
     }
     optimizer.step().expect("behind the step");
 }
+
+/// bf16 has 8 bits: from 256 to 512 it has the even numbers alone. So a gradient of 257 and more is 258 if it is
+/// rounded once, after all pipelines and all stages that have the weight are added up, and 256 if each of them rounds
+/// its own.
+#[test]
+fn gradients_in_half_precision_are_rounded_once_over_replicas_and_tied_stages() {
+    let weight = |p: &nn::Path| p.get("weight").unwrap_or_else(|| p.ones("weight", &[1]));
+    let times = move |p: &nn::Path| {
+        let weight = weight(p);
+        nn::func(move |x| x * &weight)
+    };
+    let plus = move |_: &nn::Path, p: &nn::Path| {
+        let weight = weight(p);
+        nn::func(move |x| x + &weight * 0.4375)
+    };
+    let one = || Layers::new().add("one", times);
+    let two = || one().add_sharing("two", "one", plus);
+    let cases = [
+        ("two pipelines", builder(one(), 2).replicas(2), vec![256.0, 0.9375, 0.9375, 0.0]),
+        ("tied stages", builder(two(), 2), vec![256.0, 0.4375]),
+        ("both", builder(two(), 4).replicas(2), vec![256.0, 0.0, 0.0, 0.0]),
+    ];
+    for (what, builder, x) in cases {
+        let builder = builder.kind(Kind::BFloat16).micro_batches(MicroBatches::Samples(1));
+        let mut pipe = built(builder, what);
+        let x = Tensor::from_slice(&x).to_kind(Kind::BFloat16).unsqueeze(1);
+        pipe.backward(&x, &x, |out: Tensor, _: &Tensor| Loss::sum(out.sum(None))).expect("a step");
+        let gradients = pipe.gradients().expect("gradients");
+        assert_eq!((gradients.len(), gradients[0].1.kind()), (1, Kind::BFloat16), "{what}");
+        assert_eq!(gradients[0].1.double_value(&[0]), 258.0, "{what}");
+    }
+}

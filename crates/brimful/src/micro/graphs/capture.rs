@@ -11,9 +11,8 @@ use super::trial::{Eager, ReplayTrial};
 use super::{MicroGraphs, ShapeState, WARM_UP};
 use crate::accumulate::Sum;
 use crate::batch::{Batch, copied};
-use crate::loss::MicroBatchWeight;
+use crate::loss::{IntoLoss, MicroBatchWeight};
 use crate::micro::pass::BatchPass;
-use crate::step::IntoLoss;
 use crate::{Error, Result, device};
 use brimful_plan::bytes::Bytes;
 

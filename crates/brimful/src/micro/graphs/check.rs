@@ -9,10 +9,9 @@ use super::trial::{Eager, ReplayTrial};
 use super::trust::Trust;
 use super::{MicroGraphs, ShapeEntry, ShapeState, WARM_UP, room};
 use crate::batch::Batch;
-use crate::loss::MicroBatchWeight;
+use crate::loss::{IntoLoss, MicroBatchWeight};
 use crate::micro::pass::BatchPass;
 use crate::random::Randomness;
-use crate::step::IntoLoss;
 use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 

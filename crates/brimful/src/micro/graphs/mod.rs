@@ -32,9 +32,8 @@ use super::pass::BatchPass;
 use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
-use crate::loss::MicroBatchWeight;
+use crate::loss::{IntoLoss, MicroBatchWeight};
 use crate::memory_format::FormatChoice;
-use crate::step::IntoLoss;
 use crate::step::MicroBatchRun;
 use blocks::Blocks;
 use brimful_plan::bytes::Bytes;
@@ -56,7 +55,6 @@ const MAX_SHAPES: usize = 16;
 #[derive(Debug)]
 pub(super) struct MicroGraphs {
     device: Device,
-    pub(super) wanted: bool,
     entries: Vec<ShapeEntry>,
     /// Sums to which graphs add gradients, one list for each group of terms.
     sums: Vec<Sum>,
@@ -126,10 +124,10 @@ impl ShapeEntry {
 }
 
 impl MicroGraphs {
-    pub(super) fn new(device: Device) -> Self {
+    /// Creates graphs for this device; `cause` is the reason that was logged before, if there was one.
+    pub(super) fn new(device: Device, cause: Option<String>) -> Self {
         Self {
             device,
-            wanted: false,
             entries: Vec::new(),
             sums: Vec::new(),
             blocks: Blocks::default(),
@@ -144,26 +142,21 @@ impl MicroGraphs {
             new: false,
             used: false,
             cramped: false,
-            cause: None,
+            cause,
         }
     }
 
-    /// Enables or disables CUDA graphs.
-    pub(super) fn set(&mut self, wanted: bool) {
-        self.wanted = wanted;
-        let available = match self.device {
+    /// Fails with the reason why this device has no CUDA graphs.
+    pub(super) fn check_available(device: Device) -> Result<(), String> {
+        match device {
             Device::Cuda(_) => graph::available().map_err(|error| error.to_string()),
             _ => Err("CUDA graphs are for CUDA devices".to_owned()),
-        };
-        if let (true, Err(cause)) = (wanted, available) {
-            self.wanted = false;
-            self.report(cause);
         }
     }
 
     /// Returns the bytes that a step leaves free for CUDA graphs, beside the cache of eager work.
-    pub(super) fn spare(&self, available: Bytes) -> Bytes {
-        Bytes(if self.wanted { available.0 / CAPTURE_DIVISOR } else { 0 })
+    pub(super) fn spare(available: Bytes) -> Bytes {
+        Bytes(available.0 / CAPTURE_DIVISOR)
     }
 
     /// Returns the bytes that CUDA graphs keep for themselves.
@@ -191,9 +184,6 @@ impl MicroGraphs {
         variables: &Mutex<Variables>,
         eager: bool,
     ) -> Result<()> {
-        if !self.wanted {
-            return self.clear();
-        }
         self.new = false;
         self.used = false;
         self.eager = eager;
@@ -219,7 +209,7 @@ impl MicroGraphs {
         surroundings: &Surroundings<'_>,
     ) -> Result<MicroBatchRun> {
         let Surroundings { format_choice, closure, is_steady } = *surroundings;
-        if !self.wanted || self.eager || !self.knows(closure) {
+        if self.eager || !self.knows(closure) {
             pass.run(format_choice.of(micro_batch)?, part, f)?;
             return Ok(MicroBatchRun { typical: !self.eager, ..MicroBatchRun::PLAINLY });
         }
@@ -359,10 +349,15 @@ impl MicroGraphs {
 
     /// Logs once why micro-batches run eagerly.
     fn report(&mut self, cause: String) {
-        if self.cause.is_none() {
-            tracing::warn!(%cause, "micro-batches run eagerly, without CUDA graphs");
-            self.cause = Some(cause);
-        }
+        report(&mut self.cause, cause);
+    }
+}
+
+/// Logs why micro-batches run eagerly, unless a cause is known already.
+pub(super) fn report(known: &mut Option<String>, cause: String) {
+    if known.is_none() {
+        tracing::warn!(%cause, "micro-batches run eagerly, without CUDA graphs");
+        *known = Some(cause);
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use std::mem;
 
 use brimful_torch::autograd::backward;
+use brimful_torch::grad_mode::GradMode;
 use brimful_torch::graph::{Graph, Pool, record};
 use brimful_torch::stream::Stream;
 use brimful_torch::touched::{Frozen, Touched, touched, untold};
@@ -15,12 +16,11 @@ use super::readout::Readout;
 use super::room::stock_up;
 use crate::accumulate::Sum;
 use crate::batch::{self, Batch};
-use crate::loss::{MicroBatchWeight, Term};
-use crate::micro::pass::{BatchPass, forward};
+use crate::loss::{IntoLoss, MicroBatchWeight, Term};
+use crate::micro::pass::BatchPass;
 use crate::oom::catch_unseen;
 use crate::random::Randomness;
-use crate::statistics::{GraphStatistics, Pending};
-use crate::step::IntoLoss;
+use crate::statistics::{Collecting, GraphStatistics, Pending};
 use crate::{Error, Result};
 
 /// A captured micro-batch.
@@ -135,8 +135,9 @@ impl Program {
         let (graph, (statistics, ((readout, outputs), mut touched))) =
             record(setting.stream, pool, || {
                 stock_up(setting.device, setting.need)?;
-                let (statistics, ran) = rows.go_on(|| run_on_statics(pass, statics, f, &roots));
-                Ok::<_, Error>((statistics, ran?))
+                let collecting = Collecting::after(rows);
+                let ran = run_on_statics(pass, statics, f, &roots)?;
+                Ok::<_, Error>((collecting.end(), ran))
             })?;
 
         if touched.draws_on_host {
@@ -244,7 +245,11 @@ pub(super) fn watched<B: Batch, R: IntoLoss, T>(
 ) -> Result<(T, Touched)> {
     let mut numbers = Vec::new();
     let (ran, mut touched) = touched(|| {
-        let (terms, output) = forward(micro_batch, f)?;
+        let graphs = GradMode::set(true);
+        let returned = f(micro_batch);
+        drop(graphs);
+        let (loss, output) = returned.into_parts()?;
+        let terms = loss.into_terms(true)?;
         numbers.extend(terms.iter().map(Term::in_words));
         // `then` owns the terms, so their autograd graph is freed before the list ends. Otherwise the list would
         // include tensors that only the graph keeps.

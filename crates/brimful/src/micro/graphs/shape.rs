@@ -14,7 +14,7 @@ pub(crate) struct Closure {
 }
 
 impl Closure {
-    pub(crate) fn of<F>(_: &F) -> Self {
+    pub(crate) fn of_type<F>() -> Self {
         Self { id: typeid::of::<F>(), name: type_name::<F>() }
     }
 
@@ -54,6 +54,10 @@ impl Shape {
 mod tests {
     use super::Closure;
 
+    fn of<F>(_: &F) -> Closure {
+        Closure::of_type::<F>()
+    }
+
     fn one(x: f64) -> f64 {
         x
     }
@@ -63,17 +67,17 @@ mod tests {
     }
 
     fn wrapped<F: Fn(f64) -> f64>(f: F) -> Closure {
-        Closure::of(&|x| f(x))
+        of(&|x| f(x))
     }
 
     #[test]
     fn closures_and_functions_are_reported_apart_by_their_types() {
         let factor = 3.0;
         let all = [
-            Closure::of(&one),
-            Closure::of(&two),
-            Closure::of(&|x: f64| x * factor),
-            Closure::of(&|x: f64| x * factor),
+            of(&one),
+            of(&two),
+            of(&|x: f64| x * factor),
+            of(&|x: f64| x * factor),
             wrapped(one),
             wrapped(two),
             wrapped(|x| x * factor),
@@ -83,8 +87,8 @@ mod tests {
             assert!(all.iter().skip(i + 1).all(|b| a != b), "{a:?}");
         }
         let mut same = |x: f64| x * factor;
-        assert_eq!(Closure::of(&same), Closure::of(&same));
-        assert!(Closure::of(&&mut same).is_distinct());
+        assert_eq!(of(&same), of(&same));
+        assert!(of(&&mut same).is_distinct());
     }
 
     #[test]
@@ -94,12 +98,12 @@ mod tests {
         let generic: Box<dyn Fn(f64) -> f64> = Box::new(two);
         let shared: &dyn Fn(f64) -> f64 = &one;
         let all = [
-            Closure::of(&boxed),
-            Closure::of(&&mut boxed),
-            Closure::of(&&mut *boxed),
-            Closure::of(&pointer),
-            Closure::of(&&pointer),
-            Closure::of(&shared),
+            of(&boxed),
+            of(&&mut boxed),
+            of(&&mut *boxed),
+            of(&pointer),
+            of(&&pointer),
+            of(&shared),
             wrapped(generic),
             wrapped(pointer),
         ];

@@ -14,10 +14,9 @@ use super::readout::Readout;
 use crate::Result;
 use crate::accumulate::Sum;
 use crate::batch::Batch;
-use crate::loss::MicroBatchWeight;
+use crate::loss::{IntoLoss, MicroBatchWeight};
 use crate::micro::pass::BatchPass;
 use crate::random::Randomness;
-use crate::step::IntoLoss;
 
 /// A micro-batch that has run eagerly for its mini-batch, with its gradients still apart.
 #[derive(Debug)]

@@ -5,10 +5,10 @@ use std::time::Duration;
 use super::{Builder, Offload};
 use crate::Result;
 use crate::balance;
+use crate::batch::summed_in;
 use crate::memory;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::ranks::Ranks;
-use crate::ranks::summed_in;
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{DeviceId, Location, Schedule, StageLocation};
 

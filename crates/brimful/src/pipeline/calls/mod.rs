@@ -1,27 +1,29 @@
 //! Calls of a pipeline: forward and backward, with or without a commit, or only forward.
 
-mod loss_fn;
 mod outputs;
 mod own_actions;
 mod whole;
 
-pub use loss_fn::ModelOutput;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+
 use tch::{Device, Tensor};
+
 pub use whole::Outputs;
 
-use crate::Result;
 use crate::auto::Use;
-use crate::batch::{self, Arranged, Batch};
+use crate::batch::{self, Arranged, Batch, BatchError, Lender, Samples};
+use crate::loss::IntoLoss;
 use crate::memory_format::InMemoryFormat;
 use crate::pipeline::Pipeline;
-use crate::pipeline::attempt::PipelineAttempt;
+use crate::pipeline::attempt::{PipelineAttempt, Portion};
 use crate::pipeline::error::PipelineError;
-use crate::pipeline::run::Mode;
+use crate::pipeline::run::{LossFn, Mode};
 use crate::step::{
-    self, Attempt, AttemptContext, Failed, IntoLoss, StepReport, StepRequest, described,
+    self, Attempt, AttemptContext, Ending, Failed, StepReport, StepRequest, described,
 };
-use loss_fn::{SharedLoss, check_common_len};
+use crate::{Error, Loss, Result, feed};
 
 impl Pipeline {
     /// Runs forward and backward, and adds to the parameters' gradients exactly what the plain model
@@ -48,7 +50,7 @@ impl Pipeline {
         let mode = Mode::Train { last: true };
         let step = self.in_format(|this| {
             let request = this.request(Use::Train, &input, &target).provided(traced.clone());
-            step::run(this, request, |this, context| {
+            step::run(this, request, Ending::Commit, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, mode)
             })
         })?;
@@ -74,9 +76,9 @@ impl Pipeline {
         let arranged = Arranged::of(input);
         let target = arranged.beside(target);
         let mode = Mode::Train { last: false };
-        let outputs = self.in_format(|this| {
+        let step = self.in_format(|this| {
             let request = this.request(Use::Train, &arranged, &target).provided(traced.clone());
-            step::accumulate(this, request, |this, context| {
+            step::run(this, request, Ending::Keep, |this, context| {
                 this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
             })
         })?;
@@ -86,7 +88,7 @@ impl Pipeline {
             // A replica without a sample takes part too.
             self.learn_format(arranged.samples().map_or(0, |s| s.count()), start.elapsed());
         }
-        Ok(outputs)
+        Ok(step.outputs)
     }
 
     /// Commits the gradients of all mini-batches since the last commit, as if they were one.
@@ -113,7 +115,7 @@ impl Pipeline {
         let target = input.beside(target);
         self.in_format(|this| {
             let request = this.request(Use::Evaluate, &input, &target);
-            step::run(this, request, |this, context| {
+            step::run(this, request, Ending::Commit, |this, context| {
                 this.try_batch(input.batch(), target.batch(), &loss, context, Mode::Evaluate)
             })
         })
@@ -145,12 +147,13 @@ impl Pipeline {
             Ok((None, f(M::from_tensors(values)?)))
         });
         let input = Arranged::of(input);
-        self.in_format(|this| {
+        let step = self.in_format(|this| {
             let request = this.request(Use::Map, &input, &input.beside(&()));
-            step::map(this, request, |this, context| {
+            step::run(this, request, Ending::Commit, |this, context| {
                 this.try_batch(input.batch(), &(), &shared, context, Mode::Evaluate)
             })
-        })
+        })?;
+        Ok(step.outputs)
     }
 
     /// Returns the request for a step with this mini-batch.
@@ -227,11 +230,138 @@ pub(crate) fn check_no_gradients(batch: &impl Batch) -> Result<()> {
 /// Returns the tensors of each micro-batch, detached.
 pub(crate) fn inputs(
     batch: &impl Batch,
-    ranges: impl Iterator<Item = std::ops::Range<usize>>,
+    ranges: impl Iterator<Item = Range<usize>>,
 ) -> Result<Vec<Vec<Tensor>>> {
     let leaves = |range| {
         let slice = batch::slice(batch, range)?;
         Ok(batch::tensors(&slice).into_iter().map(Tensor::detach).collect())
     };
     ranges.map(leaves).collect()
+}
+
+/// Output of a model, as a closure takes it: one tensor, a list of them, an array or a tuple.
+pub trait ModelOutput: Sized {
+    /// Converts the model's output tensors.
+    ///
+    /// # Errors
+    /// When their number does not fit.
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self>;
+}
+
+impl ModelOutput for Vec<Tensor> {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        Ok(tensors)
+    }
+}
+
+impl<const N: usize> ModelOutput for [Tensor; N] {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        let given = tensors.len();
+        tensors.try_into().map_err(|_| PipelineError::OutputCount { given, taken: N }.into())
+    }
+}
+
+impl ModelOutput for Tensor {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        <[Tensor; 1]>::from_tensors(tensors).map(|[only]| only)
+    }
+}
+
+impl ModelOutput for (Tensor, Tensor) {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        <[Tensor; 2]>::from_tensors(tensors).map(Self::from)
+    }
+}
+
+impl ModelOutput for (Tensor, Tensor, Tensor) {
+    fn from_tensors(tensors: Vec<Tensor>) -> Result<Self> {
+        <[Tensor; 3]>::from_tensors(tensors).map(Self::from)
+    }
+}
+
+/// Outputs of a closure, by micro-batch of each pipeline in this process.
+pub(crate) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
+
+/// The caller's closure, of any arguments and results, shared because several attempts may need it. It
+/// returns outputs, and a loss if there is one.
+struct SharedLoss<Y, O>(Arc<Mutex<UserLoss<Y, O>>>);
+
+type UserLoss<Y, O> = dyn FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send;
+
+impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
+    fn new(
+        loss: impl FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send + 'static,
+    ) -> Self {
+        Self(Arc::new(Mutex::new(loss)))
+    }
+
+    /// Returns the closure as the last stage of each pipeline calls it, with the number of a micro-batch;
+    /// and the collection of its outputs.
+    fn for_each(
+        &self,
+        target: &Y,
+        portions: &[Portion],
+        device: impl Fn(usize) -> Device,
+    ) -> Result<(Vec<LossFn>, Collected<O>)> {
+        let count = portions.iter().map(|portion| portion.ranges.len()).sum();
+        let collected: Collected<O> = Arc::new(Mutex::new((0..count).map(|_| None).collect()));
+        let mut start = 0;
+        let mut all = Vec::with_capacity(portions.len());
+        for (replica, portion) in portions.iter().enumerate() {
+            let given = (Arc::clone(&collected), start);
+            all.push(self.on(target, &portion.ranges, device(replica), given)?);
+            start += portion.ranges.len();
+        }
+        Ok((all, collected))
+    }
+
+    /// Returns the closure for one pipeline, which collects its outputs from index `start` on.
+    fn on(
+        &self,
+        target: &Y,
+        ranges: &[Range<usize>],
+        device: Device,
+        (collected, start): (Collected<O>, usize),
+    ) -> Result<LossFn> {
+        let slices = ranges.iter().map(|range| batch::slice(target, range.clone()));
+        let targets = slices.collect::<Result<Vec<Y>>>()?;
+        let loss = Arc::clone(&self.0);
+        let mut lender = Lender::default();
+        Ok(Box::new(move |i: usize, values: &[Tensor]| {
+            // Moved only when needed: all targets together would fill the last stage's device.
+            let target = feed::moved(&targets[i], device)?;
+            let values = values.iter().map(Tensor::shallow_clone).collect();
+            let mut loss = loss.lock().unwrap_or_else(PoisonError::into_inner);
+            let target = lender.lend(target)?;
+            let result = loss(values, &target);
+            let (loss, output) = lender.take_back(result)?;
+            // Detached, because it is kept until the step's end: its graph would keep the micro-batch's
+            // activations.
+            let output = batch::detached(&output)?;
+            let mut all = collected.lock().unwrap_or_else(PoisonError::into_inner);
+            all[start + i] = Some(output);
+            Ok(loss)
+        }))
+    }
+}
+
+/// Joins the closure's outputs in sample order; none if the pipeline has no sample.
+pub(crate) fn joined<O: Batch>(collected: &Collected<O>, samples: &Samples) -> Result<Option<O>> {
+    let mut parts = collected.lock().unwrap_or_else(PoisonError::into_inner);
+    match samples.join(parts.iter_mut().filter_map(Option::take).collect()) {
+        Err(Error::Batch(BatchError::NothingToJoin)) => Ok(None),
+        outputs => samples.restored(outputs?).map(Some),
+    }
+}
+
+/// Fails if input and target differ in length; a target without a tensor to cut is allowed.
+fn check_common_len(input: &impl Batch, target: &impl Batch) -> Result<()> {
+    let input = batch::len(input)?;
+    match batch::len(target) {
+        Ok(target) if target != input => {
+            Err(BatchError::LeafLengthsDiffer { lengths: vec![input, target] }.into())
+        }
+        Ok(_) | Err(Error::Batch(BatchError::NothingToCut)) => Ok(()),
+        Err(error) => Err(error),
+    }
 }

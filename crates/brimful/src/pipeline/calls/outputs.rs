@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tch::{Device, Tensor};
 
-use super::loss_fn::{Collected, joined};
+use super::{Collected, joined};
 use crate::Result;
 use crate::batch::{self, Batch, BatchError, Samples};
 use crate::pipeline::ranks::Ranks;

@@ -4,13 +4,13 @@ use std::ops::{Deref, Range};
 use std::time::Instant;
 
 use brimful_torch::autograd::backward_to;
+use brimful_torch::grad_mode::GradMode;
 use brimful_torch::leaves::{KnownLeaves, Reach};
 use tch::Tensor;
 
 use super::{check_no_gradients, inputs};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Samples};
-use crate::gradient_mode::with_graphs;
 use crate::pipeline::Pipeline;
 use crate::pipeline::attempt::{AttemptPlan, OpenForward, PipelineAttempt};
 use crate::pipeline::error::PipelineError;
@@ -19,8 +19,8 @@ use crate::pipeline::transfers::Tensors;
 use crate::pipeline::worker::WorkerDone;
 use crate::random::{of_accelerators, preserving, with_step_seed};
 use crate::step::{
-    self, AttemptContext, Counted, Engine, Exchange, Failed, RowGradients, StepError, StepReport,
-    Tally, TermGroup, as_leaves,
+    self, AttemptContext, Counted, Ending, Engine, Exchange, Failed, RowGradients, StepError,
+    StepReport, Tally, TermGroup, as_leaves,
 };
 use crate::{Error, Result, oom};
 
@@ -169,7 +169,9 @@ impl Pipeline {
         let traced = check_no_gradients(input);
         let input = Arranged::of(input);
         let request = self.request(Use::TrainWhole, &input, &input.beside(&())).provided(traced);
-        step::run(self, request, |this, context| this.try_whole(input.batch(), context, &mut loss))
+        step::run(self, request, Ending::Commit, |this, context| {
+            this.try_whole(input.batch(), context, &mut loss)
+        })
     }
 
     fn try_whole(
@@ -189,7 +191,9 @@ impl Pipeline {
             let outputs = Outputs { tensors, run, number: 0 };
             Ok::<_, Error>((self.loss_of(&outputs, loss)?, outputs))
         };
-        let counted = oom::catch(|| with_graphs(true, counted));
+        let graphs = GradMode::set(true);
+        let counted = oom::catch(counted);
+        drop(graphs);
         let ((counted, gradients), outputs) = counted.map_err(|caught| self.given_up(caught))?;
         let mut attempt = self.all_backwards(&plan, &gradients, &rows, exchange)?;
         attempt.loss = Some(counted);

@@ -11,9 +11,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::accumulate::Sum;
-use crate::batch::{Versions, tensor_bytes};
+use crate::batch::{Versions, summed_in, tensor_bytes};
 use crate::memory::Arena;
-use crate::ranks::summed_in;
 use crate::update::OptimizerPart;
 
 /// Alignment of variables in bytes, which is also that of an accelerator's allocator.

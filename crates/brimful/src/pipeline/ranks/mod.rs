@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-pub(crate) use ties::{Tie, TiedGradient, gather, have_changed, shared, spread};
+pub(crate) use ties::{NamedGradients, Tie, TiedGradient, gather, have_changed, shared, spread};
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;

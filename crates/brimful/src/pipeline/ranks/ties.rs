@@ -1,6 +1,7 @@
 //! Tied variables of several workers, in this rank or in others: the copies' gradients go to the owner, the
 //! owner's values to the copies.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -23,6 +24,9 @@ pub(crate) struct Tie {
 
 /// Gradient of a copy, with its owner and the variable's name.
 pub(crate) type TiedGradient = (usize, String, Tensor);
+
+/// Gradients of one worker's copies, with the variables' names.
+pub(crate) type NamedGradients = Vec<(String, Tensor)>;
 
 impl Ranks {
     /// Finds the copies of variables in all ranks, and marks the variables that have copies.
@@ -55,16 +59,15 @@ impl Ranks {
     }
 }
 
-/// Sends the copies' gradients, given by each worker of this rank, to their owners, which add them to their
-/// own.
+/// Sends the copies' gradients, given by each worker of this rank, to their owners. Returns what arrives at each
+/// worker of this rank, by the worker of the copies.
 pub(crate) fn gather(
-    workers: &Workers<Worker>,
     ranks: &Ranks,
     collective: &Collective,
     outgoing: Vec<Vec<TiedGradient>>,
-) -> Result<()> {
+) -> Result<Vec<Vec<NamedGradients>>> {
     let first = ranks.here().start;
-    let mut arriving: Vec<Vec<(String, Tensor)>> = (0..workers.len()).map(|_| Vec::new()).collect();
+    let mut arriving: Vec<Vec<NamedGradients>> = outgoing.iter().map(|_| Vec::new()).collect();
     // Sends everything, with unlimited capacity, before it receives anything: two ranks with copies of each
     // other's variables would otherwise wait for each other.
     for (number, tie) in ranks.ties_of(|tie| tie.copy) {
@@ -74,20 +77,20 @@ pub(crate) fn gather(
             gradient.map(|(_, _, gradient)| gradient.f_to_device(Device::Cpu)).transpose()?;
         collective.outlet(ranks.of(tie.owner), number, usize::MAX).send(vec![vec![gradient]])?;
     }
-    for (owner, name, gradient) in outgoing.into_iter().flatten() {
-        if ranks.has(owner) {
-            arriving[owner - first].push((name, gradient));
+    for copies in outgoing {
+        let mut by_owner: BTreeMap<usize, NamedGradients> = BTreeMap::new();
+        for (owner, name, gradient) in copies.into_iter().filter(|(owner, ..)| ranks.has(*owner)) {
+            by_owner.entry(owner - first).or_default().push((name, gradient));
         }
+        by_owner.into_iter().for_each(|(owner, copies)| arriving[owner].push(copies));
     }
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
         let came = collective.inlet(ranks.of(tie.copy), number, 1, None)?.take()?;
         let came = came.into_iter().flatten().flatten();
-        arriving[tie.owner - first].extend(came.map(|gradient| (tie.name.clone(), gradient)));
+        // One list each: two other workers may have a copy of one variable.
+        arriving[tie.owner - first].extend(came.map(|gradient| vec![(tie.name.clone(), gradient)]));
     }
-    if arriving.iter().all(Vec::is_empty) {
-        return Ok(());
-    }
-    workers.each_or_error(arriving, |worker, arriving| worker.join(arriving)).map(drop)
+    Ok(arriving)
 }
 
 /// Returns whether an owner of this rank changed since its copies last followed it.

@@ -7,11 +7,12 @@ use super::failure::Stop;
 use super::worker_run::{Output, WorkerRun};
 use crate::Result;
 use crate::accumulate::Accumulator;
+use crate::batch::as_wide_as;
 use crate::loss::{MicroBatchWeight, Term};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::site::{Boundary, HeldInput, Site};
 use crate::pipeline::transfers::Tensors;
-use crate::step::{NonFinitePolicy, TermGroup, as_wide_as, roots};
+use crate::step::{NonFinitePolicy, TermGroup, roots};
 use brimful_plan::schedule::Action;
 
 /// Tensors to start a backward from, each with its gradient, for every group of loss terms.

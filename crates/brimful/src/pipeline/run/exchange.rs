@@ -2,11 +2,10 @@
 
 use tch::Tensor;
 
-use super::backward;
 use super::failure::Stop;
-use super::job::End;
 use super::wiring::StageOutlet;
 use super::worker_run::{Entered, HeldMicroBatch, Output, WorkerRun};
+use super::{End, backward};
 use crate::Result;
 use crate::pipeline::site::{Boundary, HeldInput, Site, leaves};
 use crate::pipeline::transfers::{StageTransfer, Tensors, TransferClock};

@@ -5,10 +5,9 @@ use std::time::Instant;
 use brimful_plan::schedule::Action;
 
 use crate::Error;
-use crate::oom::Caught;
+use crate::oom::{Caught, panic_message};
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::site::Site;
-use crate::workers::panic_message;
 
 /// Reason why a worker did not finish its list.
 #[derive(Debug)]

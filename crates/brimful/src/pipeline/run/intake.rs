@@ -30,13 +30,13 @@ impl Intake {
         order: impl Iterator<Item = usize>,
         streams: &CopyStreams,
     ) -> Result<Self> {
-        let elsewhere = |input: &&Tensor| input.device() != streams.device();
+        let elsewhere = |input: &&Tensor| input.device() != streams.device;
         let fence = StreamFence::behind(inputs.iter().flatten().filter(elsewhere))?;
         let here = !inputs.iter().flatten().any(|input| elsewhere(&input));
         if here {
             return Ok(Self::Lent(inputs, streams.borrowers.knows(Borrower::of_type::<Self>())));
         }
-        if streams.device() == Device::Cpu {
+        if streams.device == Device::Cpu {
             return Ok(Self::Here(inputs, fence));
         }
         let ordered: Vec<_> = order.map(|i| std::mem::take(&mut inputs[i])).collect();

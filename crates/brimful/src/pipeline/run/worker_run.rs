@@ -2,18 +2,18 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use brimful_torch::grad_mode::GradMode;
 use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
 use super::barrier::{self, Barrier};
 use super::failure::{Stop, WorkerFailure, failure};
 use super::intake::Intake;
-use super::job::{End, Job};
 use super::timeline::ActionClock;
+use super::{End, Job};
 use crate::Result;
 use crate::accumulate::Accumulator;
 use crate::batch::{Borrower, Versions};
-use crate::gradient_mode::with_graphs;
 use crate::loss::Term;
 use crate::memory::Memory;
 use crate::oom;
@@ -141,7 +141,8 @@ impl WorkerRun {
                 self.start_transfers(site)?;
                 // Before the action runs: a backward searches the list for others after it.
                 self.next += 1;
-                with_graphs(self.job.mode.trains(), || self.perform(site, action))
+                let _graphs = GradMode::set(self.job.mode.trains());
+                self.perform(site, action)
             });
             done.map_err(|caught| failure(site, action, caught))?;
         }

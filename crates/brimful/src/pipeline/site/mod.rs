@@ -2,13 +2,10 @@
 
 mod activation_cache;
 mod blueprint;
-mod recompute;
 mod stage;
 
 pub(crate) use activation_cache::{ActivationCache, HostLead, InFlight, StepExtent};
 pub(crate) use blueprint::{Blueprint, StageBuild};
-pub use recompute::is_recomputing;
-pub(crate) use recompute::run_again;
 pub(crate) use stage::{Boundary, Stage, leaves};
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -23,6 +20,7 @@ use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::stage_layout::StageLayout;
 use crate::pipeline::transfers::{HostStaging, StageTransfer, TransferClock};
 use crate::random::{Generator, StepRng};
+use crate::statistics::Collecting;
 use crate::step::NonFinitePolicy;
 use crate::streams::CopyStreams;
 use crate::update::OptimizerPart;
@@ -95,7 +93,9 @@ impl Site {
         // Layers that update their statistics at every run would do so in this run too.
         let copy = |running: &Tensor| Ok(running.f_detach_copy()?);
         let before = self.unmanaged.iter().map(copy).collect::<Result<Vec<_>>>()?;
-        let output = run_again(|| self.run(at, input, rng, true));
+        let recomputing = Recomputing::begin();
+        let output = self.run(at, input, rng, true);
+        drop(recomputing);
         if !before.is_empty() {
             foreach::copy(&self.unmanaged, &before)?;
         }
@@ -228,4 +228,37 @@ impl Site {
 /// Locks the generator; a panic of a layer that held it leaves nothing inconsistent.
 fn taken(device_lock: &Arc<Mutex<()>>) -> MutexGuard<'_, ()> {
     device_lock.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    static RECOMPUTING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether the layer that asks runs for activation recomputation. The random numbers are those of
+/// the first run, and this library's BatchNorm counts once; a layer with side effects of its own can ask
+/// here to have them only once.
+#[must_use]
+pub fn is_recomputing() -> bool {
+    RECOMPUTING.get()
+}
+
+/// Guard during which a forward runs for activation recomputation: [`is_recomputing`] returns true, and running
+/// statistics do not count it.
+struct Recomputing {
+    /// Keeps this library's BatchNorm from counting.
+    _statistics: Collecting,
+}
+
+impl Recomputing {
+    fn begin() -> Self {
+        // For the layers' own effects.
+        RECOMPUTING.set(true);
+        Self { _statistics: Collecting::begin(true) }
+    }
+}
+
+impl Drop for Recomputing {
+    fn drop(&mut self) {
+        RECOMPUTING.set(false);
+    }
 }

@@ -153,7 +153,7 @@ impl CopyStreams {
     }
 
     fn start_from_host(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Arriving> {
-        match self.device() {
+        match self.device {
             // Host and device share the memory, but charge it to different arenas.
             Device::Cpu => {
                 let copy = copy_of(&tensor.f_detach()?)?;

@@ -6,15 +6,15 @@ use tch::Tensor;
 
 use super::Worker;
 use crate::accumulate::{Accumulator, Sums};
+use crate::oom::into_error;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::offload::OffloadedStages;
 use crate::pipeline::run::{Job, Mode, WorkerFailure, WorkerRun};
 use crate::pipeline::site::StepExtent;
 use crate::pipeline::transfers::Tensors;
 use crate::random::Randomness;
-use crate::statistics::Pending;
+use crate::statistics::Collecting;
 use crate::step::{PartReport, StoreAttempt, Tally, Undo};
-use crate::workers::into_error;
 use crate::{Result, oom};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::ActionKind;
@@ -245,7 +245,9 @@ impl Worker {
         unmanaged: Unmanaged,
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<(WorkerRun, Undo), WorkerFailure> {
-        let (statistics, result) = Pending::collect(false, || self.go_on(run, wanted));
+        let collecting = Collecting::begin(false);
+        let result = self.go_on(run, wanted);
+        let statistics = collecting.end();
         // Each step draws from its own seed, so no random state needs restoring.
         or_undo(result, Undo { statistics, randomness: Randomness::default(), unmanaged })
     }

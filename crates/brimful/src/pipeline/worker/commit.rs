@@ -3,12 +3,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use brimful_torch::foreach;
 use tch::Tensor;
 
 use super::Worker;
 use crate::Result;
-use crate::pipeline::ranks::TiedGradient;
+use crate::pipeline::ranks::{NamedGradients, TiedGradient};
 use crate::ranks::RankSum;
 use crate::statistics::Pending;
 use crate::step::{PartReport, StepError, StoreAttempt, Whole};
@@ -30,20 +29,20 @@ impl Worker {
         Ok(report)
     }
 
-    /// Computes all that a commit needs, and returns the gradients that belong to other workers.
-    pub(crate) fn prepare(
+    /// Sums up all that a commit needs, and returns the gradients that belong to other workers, before they are
+    /// rounded to their parameters' dtype.
+    pub(crate) fn sum_up(
         &mut self,
         whole: &Arc<Whole>,
         collective: Option<RankSum>,
     ) -> Result<Vec<TiedGradient>> {
         let Some(attempt) = &mut self.attempt else { return Ok(Vec::new()) };
-        attempt.prepare(whole, self.number, collective.as_ref())?;
-        let Some((_, gradients)) = attempt.prepared() else { return Ok(Vec::new()) };
+        attempt.sum_up(whole, self.number, collective.as_ref())?;
         let mut outgoing = Vec::new();
-        for (variable, gradient) in self.variables.trained().zip(&mut gradients.0) {
+        for (at, variable) in self.variables.trained().enumerate() {
             // Taken out: the commit would leave it in the copy, but only the owner gets it.
             if !self.variables.owns(variable)
-                && let Some(gradient) = gradient.take()
+                && let Some(gradient) = attempt.total.take(at)
             {
                 outgoing.push((variable.owner, variable.name.clone(), gradient));
             }
@@ -51,27 +50,20 @@ impl Worker {
         Ok(outgoing)
     }
 
-    /// Adds gradients of copies on other workers to the owner's.
-    pub(crate) fn join(&mut self, arriving: Vec<(String, Tensor)>) -> Result<()> {
-        let Some((parameters, gradients)) =
-            self.attempt.as_mut().and_then(|attempt| attempt.prepared())
-        else {
-            return Ok(());
-        };
-        let names = self.variables.trained().enumerate().map(|(at, v)| (v.name.as_str(), at));
-        let places: HashMap<&str, usize> = names.collect();
-        gradients.0.resize_with(places.len(), || None);
-        for (name, gradient) in arriving {
-            let Some(at) = places.get(name.as_str()) else { continue };
-            // To the device where the parameter is stored, which need not be the one that computes.
-            let gradient = gradient.f_to_device(parameters[*at].device())?;
-            // Into the prepared gradients, not into the parameters: the vote is still to come.
-            match &gradients.0[*at] {
-                Some(sum) => foreach::add(&[sum.shallow_clone()], &[gradient], 1.0)?,
-                None => gradients.0[*at] = Some(gradient),
+    /// Adds the gradients of copies on other workers, by worker, to the owner's; then casts them.
+    pub(crate) fn join_and_cast(&mut self, arriving: Vec<NamedGradients>) -> Result<()> {
+        let Some(attempt) = &mut self.attempt else { return Ok(()) };
+        if !arriving.is_empty() {
+            let names = self.variables.trained().enumerate().map(|(at, v)| (v.name.as_str(), at));
+            let places: HashMap<&str, usize> = names.collect();
+            // One worker after the other: at most one copy of all gradients is beside the owner's.
+            for copies in arriving {
+                let placed = copies.into_iter();
+                let placed = placed.filter_map(|(name, g)| Some((*places.get(name.as_str())?, g)));
+                attempt.add(placed.collect())?;
             }
         }
-        Ok(())
+        attempt.cast()
     }
 
     /// Fails if a prepared gradient is not finite and the policy refuses that.

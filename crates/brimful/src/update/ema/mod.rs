@@ -11,8 +11,8 @@ use tch::Tensor;
 
 use super::number_options::within;
 use super::{OptimError, check_named};
+use crate::batch::summed_in;
 use crate::memory::Arena;
-use crate::ranks::summed_in;
 use crate::{Error, Result};
 
 /// Averages of one thread's variables: see [`Ema`](crate::optim::Ema).
