@@ -16,7 +16,7 @@ use super::checkpoints::kept_beside;
 use super::offload::OffloadArgument;
 use super::recipe::Recipe;
 use crate::config::run_flags::GivenFlags;
-use crate::exit::{ensure_unsaid, ensure_use, wrong_use};
+use crate::exit::{ensure_unsaid, ensure_use};
 use crate::files::{self, FileUse, FlagFile};
 use crate::log_files;
 use crate::model::{FineTuneOptions, is_folder};
