@@ -69,13 +69,13 @@ const CALLS: [Call; 5] = [
         name: "backward_whole",
         run: |engine| engine.backward_whole(&first(), OF_ALL).map(drop),
         applies: |engine| engine.about().has_whole,
-        stride: 3,
+        stride: 7,
         ..BACKWARD
     },
     Call {
         name: "evaluate",
         run: |engine| engine.evaluate(&first(), &SEVERAL.loss()).map(drop),
-        stride: 3,
+        stride: 7,
         ..BACKWARD
     },
     Call {
@@ -85,7 +85,7 @@ const CALLS: [Call; 5] = [
         after: |engine| engine.commit().map(drop),
         // Ranks that accumulate on their own also fail on their own; one process covers that.
         applies: |engine| !engine.about().accumulates_apart,
-        stride: 3,
+        stride: 7,
         ..BACKWARD
     },
     Call {
@@ -96,7 +96,7 @@ const CALLS: [Call; 5] = [
             engine.accumulate(&second(), &SEVERAL.loss())
         },
         run: |engine| engine.commit().map(drop),
-        stride: 2,
+        stride: 5,
         ..BACKWARD
     },
 ];
