@@ -395,7 +395,7 @@ fn what_does_not_fit_is_refused_before_the_work() {
         (&weight, None, &targets.view([8]), "the tensor of targets has the shape [8]"),
         (&weight, Some(&short), &targets, "the bias has the shape [4]"),
         (&double, None, &targets, "must be of the hidden states' Float"),
-        (&weight, None, &floats, "must be integers, but is of Float"),
+        (&weight, None, &floats, "must be integers, not Float"),
     ] {
         let error = refused(weight, bias, targets, plain).to_string();
         assert!(error.contains(words), "{error}");
