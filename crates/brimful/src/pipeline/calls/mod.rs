@@ -157,12 +157,12 @@ impl Pipeline {
     }
 
     /// Returns the request for a step with this mini-batch.
-    pub(crate) fn request(
+    pub(crate) fn request<'a>(
         &self,
         used: Use,
-        arranged: &Arranged<'_, impl Batch>,
+        arranged: &'a Arranged<'_, impl Batch>,
         target: &Arranged<'_, impl Batch>,
-    ) -> StepRequest {
+    ) -> StepRequest<'a> {
         let (input, sorted) = (arranged.batch(), target.samples().map(drop));
         let target = target.batch();
         let request = StepRequest::new(used, arranged);
