@@ -113,11 +113,14 @@ pub(crate) fn run<E: Engine, O>(
         Err(error) => Err(error),
         Ok(handshake) => {
             let size = engine.state().size;
-            let mut sizes = size
-                .is_automatic()
-                .then(|| AttemptSizes::new(engine, &handshake, &team, (request.kind)()));
+            let new_sizes = |engine: &mut E| {
+                let kind = || (request.kind)();
+                size.is_automatic().then(|| AttemptSizes::new(engine, &handshake, &team, kind()))
+            };
+            let mut sizes = new_sizes(engine);
             let mut log = SizeLog::default();
-            loop {
+            let mut fell_back = false;
+            let done = loop {
                 let cut = match &mut sizes {
                     Some(sizes) => sizes.next(engine),
                     None => Cut::given(handshake.own().clone(), size),
@@ -158,8 +161,21 @@ pub(crate) fn run<E: Engine, O>(
                         break Ok((step, handshake.seed(), log));
                     }
                     Ok(None) => {}
-                    Err(error) => break Err(error),
+                    Err(error) if fell_back => break Err(error),
+                    Err(error) => match engine.falls_back(&error) {
+                        Ok(true) => {
+                            fell_back = true;
+                            (sizes, log) = (new_sizes(engine), SizeLog::default());
+                            parked = ParkedPanic::default();
+                        }
+                        Ok(false) => break Err(error),
+                        Err(fallback) => break Err(fallback),
+                    },
                 }
+            };
+            match fell_back {
+                true => engine.end_fallback(done.is_ok()).and(done),
+                false => done,
             }
         }
     };
