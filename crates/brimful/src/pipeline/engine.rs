@@ -45,7 +45,10 @@ impl Engine for Pipeline {
         self.open = None;
         let mut workers = self.workers();
         workers.involve(devices.iter().copied());
-        ranks::have_changed(&workers, &self.ranks)
+        match self.ranks.has_ties {
+            true => ranks::have_changed(&workers),
+            false => Ok(false),
+        }
     }
 
     fn refresh_copies(&mut self) -> Result<()> {

@@ -188,7 +188,12 @@ impl Pipeline {
         };
         let (closures, collected) = closure.for_each(target, &plan.portions, device)?;
         let attempt = self.attempt(&plan, inputs, closures, exchange)?;
-        match self.ranks.outputs(exchange, last, self.output_device(), &collected, samples) {
+        let outputs = match self.ranks.of_pipeline().len() {
+            1 => joined(&collected, samples)
+                .and_then(|own| Ok(own.or_else(O::blank).ok_or(BatchError::NothingToJoin)?)),
+            _ => self.ranks.outputs(exchange, last, self.output_device(), &collected, samples),
+        };
+        match outputs {
             Ok(outputs) => Ok((attempt, outputs)),
             Err(error) => {
                 attempt.undo(self)?;
