@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::graphs::{Closure, Surroundings};
 use super::pass::BatchPass;
 use super::{BatchRole, MicroBatcher, Parts};
-use crate::accumulate::{Accumulator, Sums};
+use crate::accumulate::{Accumulator, Sums, parameters};
 use crate::batch::{Batch, Borrower, Samples};
 use crate::loss::IntoLoss;
 use crate::memory::Memory;
@@ -20,7 +20,7 @@ use crate::ranks::RankSum;
 use crate::statistics::Collecting;
 use crate::step::{
     self, Cut, Exchange, Failed, Handshake, MicroBatchInfo, MicroBatchRun, NonFinitePolicy,
-    PartFigures, StoreAttempt, Tally, Undo, parameters,
+    PartFigures, StoreAttempt, Tally, Undo,
 };
 use crate::world::WorldError;
 use crate::{Error, Result};

@@ -38,6 +38,7 @@ use tch::{Device, Tensor};
 
 pub use crate::memory_format::MemoryFormat;
 
+use crate::accumulate::parameters;
 use crate::auto::{Kind, Use};
 use crate::batch::{self, Arranged, Batch};
 use crate::loss::IntoLoss;
@@ -46,7 +47,7 @@ use crate::memory_format::FormatChoice;
 use crate::step::{
     self, AttemptContext, BatchRole, Ending, Engine, Hints, MicroBatches, Parts, PartsEngine,
     Seeding, StepReport, StepRequest, StepState, Team, Trained, UnmanagedStatistics,
-    gradient_bytes, names, parameters,
+    gradient_bytes, names,
 };
 use crate::streams::CopyStreams;
 use crate::{Error, Result, device};

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use super::graphs::{MicroGraphs, report};
 use super::{MemoryFormat, MicroBatcher};
+use crate::accumulate::parameters;
 use crate::memory::Memory;
 use crate::memory_format::FormatChoice;
-use crate::step::{MicroBatches, NonFinitePolicy, Team, names, parameters};
+use crate::step::{MicroBatches, NonFinitePolicy, Team, names};
 use crate::update::Method;
 use crate::world::World;
 use crate::{Error, Result, retry_on_oom};

@@ -15,7 +15,7 @@ use brimful_torch::grad_mode::GradMode;
 use tch::Tensor;
 
 use super::{BatchRole, MicroBatcher, StepReport};
-use crate::accumulate::Accumulator;
+use crate::accumulate::{Accumulator, parameters};
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch, Borrower, Leaf, Samples};
 use crate::feed::Feed;
@@ -24,7 +24,7 @@ use crate::random::Randomness;
 use crate::statistics::Collecting;
 use crate::step::{
     self, AttemptContext, Cut, Ending, MicroBatchRun, MicroBatches, PartSeed, RowGradients,
-    StepError, StepRequest, StoreAttempt, Tally, as_leaves, parameters, put_back,
+    StepError, StepRequest, StoreAttempt, Tally, as_leaves, put_back,
 };
 use crate::{Error, Result};
 

@@ -43,7 +43,7 @@ pub(crate) use handshake::{Handshake, StepRequest, described};
 pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{StepReport, Timeline};
-pub(crate) use store_attempt::{StoreAttempt, gradient_bytes, parameters};
+pub(crate) use store_attempt::{StoreAttempt, gradient_bytes};
 pub use tally::NonFinitePolicy;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
