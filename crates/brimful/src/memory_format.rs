@@ -8,9 +8,8 @@ use std::time::Duration;
 use brimful_torch::memory_format::{set_memory_format, to_memory_format};
 use tch::Tensor;
 
-use crate::Result;
 use crate::batch::{Batch, Leaf};
-use crate::oom::catch_unseen;
+use crate::{Error, Result};
 
 /// Memory format of images and convolutions. It changes neither values nor saved models.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -39,6 +38,8 @@ pub(crate) struct FormatChoice {
     /// True if the parameters are still in the other format.
     changed: bool,
     trial: Option<FormatTrial>,
+    /// Error of a step in the format on trial, while the step runs again in the user's own.
+    failed: Option<String>,
 }
 
 /// A running measurement: seconds per sample in each format.
@@ -51,46 +52,17 @@ struct FormatTrial {
     channels_last: Vec<f64>,
 }
 
-/// An engine whose steps may run in a memory format that is on trial.
-pub(crate) trait InMemoryFormat {
-    fn format_choice(&mut self) -> &mut FormatChoice;
-
-    /// Converts the parameters to the current memory format, unless steps do so as they begin.
-    fn convert(&mut self) -> Result<()>;
-
-    /// Runs `f`; if that fails in a memory format that is on trial, reruns it in the user's own. If the rerun
-    /// succeeds, the format was the cause and is refused.
-    fn in_format<T>(&mut self, mut f: impl FnMut(&mut Self) -> Result<T>) -> Result<T> {
-        if !self.format_choice().is_on_trial() {
-            return f(self);
-        }
-        let cause = match catch_unseen(|| f(self)) {
-            Ok(done) => return Ok(done),
-            Err(cause) => cause,
-        };
-        self.format_choice().set_channels_last(false);
-        self.convert()?;
-        let done = f(self);
-        match done {
-            Ok(_) => self.format_choice().refuse(&cause),
-            Err(_) => {
-                self.format_choice().set_channels_last(true);
-                self.convert()?;
-            }
-        }
-        done
-    }
-}
-
 impl FormatChoice {
-    pub(crate) fn new(memory_format: MemoryFormat) -> Self {
+    /// Returns the choice for this setting; `None` for the user's own format.
+    pub(crate) fn wanted(memory_format: MemoryFormat) -> Option<Self> {
         let trial = FormatTrial { first: true, ..FormatTrial::default() };
         let channels_last = memory_format == MemoryFormat::ChannelsLast;
-        Self {
+        (memory_format != MemoryFormat::AsIs).then(|| Self {
             channels_last,
             changed: channels_last,
             trial: (memory_format == MemoryFormat::Measured).then_some(trial),
-        }
+            failed: None,
+        })
     }
 
     /// Returns whether the memory format may still turn out not to work with the user's closure.
@@ -176,8 +148,28 @@ impl FormatChoice {
         self.channels_last.then_some(as_is / last)
     }
 
+    /// Falls back to the user's own format after this error, if channels last is on trial. Returns whether it does.
+    pub(crate) fn fall_back(&mut self, error: &Error) -> bool {
+        let is_on_trial = self.is_on_trial();
+        if is_on_trial {
+            self.failed = Some(error.to_string());
+            self.set_channels_last(false);
+        }
+        is_on_trial
+    }
+
+    /// Ends the fallback. If the step works in the user's own format, channels last was the cause and is refused;
+    /// otherwise its trial goes on.
+    pub(crate) fn end_fallback(&mut self, works: bool) {
+        match (self.failed.take(), works) {
+            (Some(cause), true) => self.refuse(&cause),
+            (Some(_), false) => self.set_channels_last(true),
+            (None, _) => {}
+        }
+    }
+
     /// Ends the measurement in favour of the user's own format.
-    pub(crate) fn refuse(&mut self, cause: &str) {
+    fn refuse(&mut self, cause: &str) {
         if self.trial.take().is_some() {
             tracing::warn!(cause, "images and convolutions keep their memory format");
         }

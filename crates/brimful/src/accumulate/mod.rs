@@ -12,6 +12,7 @@ mod part;
 mod sums;
 
 use std::borrow::Borrow;
+use std::sync::{Mutex, PoisonError};
 
 use brimful_torch::TorchError;
 use brimful_torch::autograd::{backward_to, set_gradient, watched};
@@ -19,6 +20,7 @@ use brimful_torch::foreach;
 use brimful_torch::gradients::{collect, offering, own};
 use brimful_torch::leaves::{KnownLeaves, Reach};
 use brimful_torch::split_backward::{Begun, SplitBackward};
+use tch::nn::Variables;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
@@ -344,6 +346,13 @@ impl Drop for Accumulator {
         // Cannot fail: these gradients were there before.
         let _ = self.put_back();
     }
+}
+
+/// Returns the variables that are being trained.
+pub(crate) fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = variables.trainable_variables.iter().map(|variable| &variable.tensor);
+    all.filter(|tensor| tensor.requires_grad()).map(Tensor::shallow_clone).collect()
 }
 
 /// Runs a backward, and adds these parameters' gradients to their sums.

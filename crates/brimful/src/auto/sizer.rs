@@ -259,11 +259,6 @@ pub(crate) struct SizeLog {
 }
 
 impl SizeLog {
-    /// Creates the log of a mini-batch that was run twice, without a decision about its size.
-    pub(crate) fn of_retry() -> Self {
-        Self { retries: 1, ..Self::default() }
-    }
-
     pub(crate) fn extend(&mut self, later: Self) {
         self.decisions.extend(later.decisions);
         self.retries += later.retries;

@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::graphs::{Closure, Surroundings};
 use super::pass::BatchPass;
 use super::{BatchRole, MicroBatcher, Parts};
-use crate::accumulate::{Accumulator, Sums};
+use crate::accumulate::{Accumulator, Sums, parameters};
 use crate::batch::{Batch, Borrower, Samples};
 use crate::loss::IntoLoss;
 use crate::memory::Memory;
@@ -20,7 +20,7 @@ use crate::ranks::RankSum;
 use crate::statistics::Collecting;
 use crate::step::{
     self, Cut, Exchange, Failed, Handshake, MicroBatchInfo, MicroBatchRun, NonFinitePolicy,
-    PartFigures, StoreAttempt, Tally, Undo, parameters,
+    PartFigures, StoreAttempt, Tally, Undo,
 };
 use crate::world::WorldError;
 use crate::{Error, Result};
@@ -129,7 +129,7 @@ impl MicroBatcher {
                     if Some(number + 1) == given_count {
                         pass.accumulator.expect_the_last();
                     }
-                    let format_choice = &self.format_choice;
+                    let format_choice = self.format_choice.as_ref();
                     let mut ran = match (&mut self.graphs, closure) {
                         (Some(graphs), Some(closure)) => {
                             // A size that is only being tried is not worth a capture.
@@ -138,7 +138,10 @@ impl MicroBatcher {
                             graphs.run(&mut pass, micro_batch, &weight, f, &surroundings)
                         }
                         _ => {
-                            let formatted = format_choice.of(micro_batch);
+                            let formatted = match format_choice {
+                                Some(choice) => choice.of(micro_batch),
+                                None => Ok(micro_batch),
+                            };
                             let ran = formatted.and_then(|batch| pass.run(batch, &weight, f));
                             ran.map(|()| MicroBatchRun::PLAINLY)
                         }
@@ -192,7 +195,7 @@ impl MicroBatcher {
         // Not between the parts of a step: its sums have the memory format that the parameters had at its
         // start.
         if role.begins {
-            self.format_choice.begin(&parameters)?;
+            self.format_choice.as_mut().map_or(Ok(()), |choice| choice.begin(&parameters))?;
         }
         if let Some(graphs) = &mut self.graphs {
             graphs.begin(parameters.len(), &self.variables, eager)?;

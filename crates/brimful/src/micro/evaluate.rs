@@ -9,7 +9,6 @@ use super::{BatchRole, MicroBatcher, StepReport};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, Borrower};
 use crate::loss::{IntoLoss, MicroBatchWeight};
-use crate::memory_format::InMemoryFormat;
 use crate::oom::{self, Caught};
 use crate::step::{
     self, AttemptContext, Cut, Ending, MicroBatchRun, StepRequest, StoreAttempt, Tally,
@@ -23,13 +22,11 @@ impl MicroBatcher {
     /// When a micro-batch fails; random state is then as before.
     pub fn map<B: Batch, O: Batch>(&mut self, batch: &B, mut f: impl FnMut(B) -> O) -> Result<O> {
         let arranged = Arranged::of(batch);
-        let step = self.in_format(|this| {
-            let request = StepRequest::new(Use::Map, &arranged);
-            step::run(this, request, Ending::Commit, |this, context| {
-                let (start, AttemptContext { cut, handshake, .. }) = (Instant::now(), context);
-                let ran = this.attempt_map(arranged.batch(), cut, handshake.role(0), &mut f);
-                this.only_part(start, ran)
-            })
+        let request = StepRequest::new(Use::Map, &arranged);
+        let step = step::run(self, request, Ending::Commit, |this, context| {
+            let (start, AttemptContext { cut, handshake, .. }) = (Instant::now(), context);
+            let ran = this.attempt_map(arranged.batch(), cut, handshake.role(0), &mut f);
+            this.only_part(start, ran)
         })?;
         Ok(step.outputs)
     }
@@ -44,13 +41,11 @@ impl MicroBatcher {
         mut f: impl FnMut(B) -> R,
     ) -> Result<StepReport<R::Outputs>> {
         let arranged = Arranged::of(batch);
-        self.in_format(|this| {
-            let request = StepRequest::new(Use::Evaluate, &arranged);
-            step::run(this, request, Ending::Commit, |this, context| {
-                let (start, AttemptContext { cut, handshake, .. }) = (Instant::now(), context);
-                let ran = this.attempt_evaluate(arranged.batch(), cut, handshake.role(0), &mut f);
-                this.only_part(start, ran)
-            })
+        let request = StepRequest::new(Use::Evaluate, &arranged);
+        step::run(self, request, Ending::Commit, |this, context| {
+            let (start, AttemptContext { cut, handshake, .. }) = (Instant::now(), context);
+            let ran = this.attempt_evaluate(arranged.batch(), cut, handshake.role(0), &mut f);
+            this.only_part(start, ran)
         })
     }
 

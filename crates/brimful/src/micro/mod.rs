@@ -38,18 +38,19 @@ use tch::{Device, Tensor};
 
 pub use crate::memory_format::MemoryFormat;
 
+use crate::accumulate::parameters;
 use crate::auto::{Kind, Use};
 use crate::batch::{self, Arranged, Batch};
 use crate::loss::IntoLoss;
 use crate::memory::{Arena, Memory};
-use crate::memory_format::{FormatChoice, InMemoryFormat};
+use crate::memory_format::FormatChoice;
 use crate::step::{
     self, AttemptContext, BatchRole, Ending, Engine, Hints, MicroBatches, Parts, PartsEngine,
     Seeding, StepReport, StepRequest, StepState, Team, Trained, UnmanagedStatistics,
-    gradient_bytes, names, parameters,
+    gradient_bytes, names,
 };
 use crate::streams::CopyStreams;
-use crate::{Result, device};
+use crate::{Error, Result, device};
 pub(crate) use attempt::{AttemptSettings, identity};
 use brimful_plan::bytes::Bytes;
 use graphs::MicroGraphs;
@@ -67,7 +68,8 @@ pub struct MicroBatcher {
     graphs: Option<Box<MicroGraphs>>,
     /// Reason why micro-batches run eagerly although CUDA graphs were requested, while there are none.
     eager_cause: Option<String>,
-    format_choice: FormatChoice,
+    /// Memory format; `None` for the user's own.
+    format_choice: Option<FormatChoice>,
     state: StepState<Parts>,
 }
 
@@ -83,7 +85,7 @@ impl MicroBatcher {
             unmanaged: UnmanagedStatistics::default(),
             graphs: None,
             eager_cause: None,
-            format_choice: FormatChoice::default(),
+            format_choice: None,
             state: StepState::new(size),
         }
     }
@@ -103,15 +105,13 @@ impl MicroBatcher {
         mut f: impl FnMut(B) -> R,
     ) -> Result<StepReport<R::Outputs>> {
         let arranged = Arranged::of(batch);
-        let step = self.in_format(|this| {
-            let request = StepRequest::new(Use::Train, &arranged);
-            step::run(this, request, Ending::Commit, |this, context| {
-                let start = Instant::now();
-                let AttemptContext { cut, handshake, exchange } = context;
-                let how = this.settings(handshake, exchange, true, &f);
-                let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
-                this.only_part(start, ran)
-            })
+        let request = StepRequest::new(Use::Train, &arranged);
+        let step = step::run(self, request, Ending::Commit, |this, context| {
+            let start = Instant::now();
+            let AttemptContext { cut, handshake, exchange } = context;
+            let how = this.settings(handshake, exchange, true, &f);
+            let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
+            this.only_part(start, ran)
         })?;
         // Measured over whole steps: a memory format also affects the backward and the cost of conversion.
         self.learn_format(step.samples, step.time);
@@ -131,15 +131,13 @@ impl MicroBatcher {
         let start = Instant::now();
         let is_first = self.state.window.is_none();
         let arranged = Arranged::of(batch);
-        let step = self.in_format(|this| {
-            let request = StepRequest::new(Use::Train, &arranged);
-            step::run(this, request, Ending::Keep, |this, context| {
-                let start = Instant::now();
-                let AttemptContext { cut, handshake, exchange } = context;
-                let how = this.settings(handshake, exchange, false, &f);
-                let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
-                this.only_part(start, ran)
-            })
+        let request = StepRequest::new(Use::Train, &arranged);
+        let step = step::run(self, request, Ending::Keep, |this, context| {
+            let start = Instant::now();
+            let AttemptContext { cut, handshake, exchange } = context;
+            let how = this.settings(handshake, exchange, false, &f);
+            let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
+            this.only_part(start, ran)
         })?;
         // The memory format changes from window to window, so the first part of each gives its rate.
         if is_first {
@@ -206,7 +204,23 @@ impl Engine for MicroBatcher {
     }
 
     fn hints(&mut self) -> Hints {
-        Hints { hold: self.format_choice.is_measuring(), even: self.graphs.is_some() }
+        let hold = self.format_choice.as_ref().is_some_and(FormatChoice::is_measuring);
+        Hints { hold, even: self.graphs.is_some() }
+    }
+
+    fn falls_back(&mut self, error: &Error) -> Result<bool> {
+        let falls_back = self.format_choice.as_mut().is_some_and(|choice| choice.fall_back(error));
+        if falls_back {
+            self.convert()?;
+        }
+        Ok(falls_back)
+    }
+
+    fn end_fallback(&mut self, works: bool) -> Result<()> {
+        if let Some(choice) = &mut self.format_choice {
+            choice.end_fallback(works);
+        }
+        if works { Ok(()) } else { self.convert() }
     }
 
     fn drop_captures(&mut self) -> Result<()> {

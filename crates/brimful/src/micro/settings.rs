@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use super::graphs::{MicroGraphs, report};
 use super::{MemoryFormat, MicroBatcher};
+use crate::accumulate::parameters;
 use crate::memory::Memory;
-use crate::memory_format::{FormatChoice, InMemoryFormat};
-use crate::step::{MicroBatches, NonFinitePolicy, Team, names, parameters};
+use crate::memory_format::FormatChoice;
+use crate::step::{MicroBatches, NonFinitePolicy, Team, names};
 use crate::update::Method;
 use crate::world::World;
 use crate::{Error, Result, retry_on_oom};
@@ -69,7 +70,7 @@ impl MicroBatcher {
 
     /// Returns whether the memory format is channels last now.
     pub fn is_channels_last(&self) -> bool {
-        self.format_choice.is_channels_last()
+        self.format_choice.as_ref().is_some_and(FormatChoice::is_channels_last)
     }
 
     /// Reserves memory for the state that an optimizer allocates at its first step, until the first step of
@@ -156,7 +157,7 @@ impl MicroBatcher {
     }
 
     pub(crate) fn set_memory_format(&mut self, memory_format: MemoryFormat) {
-        self.format_choice = FormatChoice::new(memory_format);
+        self.format_choice = FormatChoice::wanted(memory_format);
         if !self.state.team.is_alone() {
             self.measure_no_format();
         }
@@ -164,30 +165,29 @@ impl MicroBatcher {
 
     /// Keeps the memory format as it is, if it was to be measured: each rank might find another one faster.
     pub(crate) fn measure_no_format(&mut self) {
-        if self.format_choice.is_measured() {
-            self.format_choice = FormatChoice::default();
-        }
+        self.format_choice.take_if(|choice| choice.is_measured());
     }
 
     /// Learns from a step which memory format is faster.
     pub(crate) fn learn_format(&mut self, samples: usize, time: Duration) {
+        let Some(choice) = &mut self.format_choice else { return };
         let new = self.graphs.as_ref().is_some_and(|graphs| graphs.new);
-        if let Some(factor) = self.format_choice.observe(samples, time, new) {
+        if let Some(factor) = choice.observe(samples, time, new) {
             self.state.sizes.rearranged(factor);
         }
     }
-}
 
-impl InMemoryFormat for MicroBatcher {
-    fn format_choice(&mut self) -> &mut FormatChoice {
-        &mut self.format_choice
+    /// Returns whether the memory format is on trial.
+    pub(crate) fn is_on_trial(&self) -> bool {
+        self.format_choice.as_ref().is_some_and(FormatChoice::is_on_trial)
     }
 
-    fn convert(&mut self) -> Result<()> {
-        match &self.state.window {
-            // Its sums have the memory format that the parameters had when it began.
-            Some(_) => Ok(()),
-            None => self.format_choice.begin(&parameters(&self.variables)),
+    /// Converts the parameters to the current memory format, unless steps do so as they begin.
+    pub(super) fn convert(&mut self) -> Result<()> {
+        match (&self.state.window, &mut self.format_choice) {
+            (None, Some(choice)) => choice.begin(&parameters(&self.variables)),
+            // A window's sums have the memory format that the parameters had when it began.
+            _ => Ok(()),
         }
     }
 }

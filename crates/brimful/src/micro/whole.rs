@@ -15,17 +15,16 @@ use brimful_torch::grad_mode::GradMode;
 use tch::Tensor;
 
 use super::{BatchRole, MicroBatcher, StepReport};
-use crate::accumulate::Accumulator;
+use crate::accumulate::{Accumulator, parameters};
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch, Borrower, Leaf, Samples};
 use crate::feed::Feed;
-use crate::memory_format::InMemoryFormat;
 use crate::oom::{self, Caught};
 use crate::random::Randomness;
 use crate::statistics::Collecting;
 use crate::step::{
     self, AttemptContext, Cut, Ending, MicroBatchRun, MicroBatches, PartSeed, RowGradients,
-    StepError, StepRequest, StoreAttempt, Tally, as_leaves, parameters, put_back,
+    StepError, StepRequest, StoreAttempt, Tally, as_leaves, put_back,
 };
 use crate::{Error, Result};
 
@@ -48,15 +47,13 @@ impl MicroBatcher {
             return Err(StepError::NotOverRanks { ranks: self.state.team.world.size() }.into());
         }
         let arranged = Arranged::of(batch);
-        self.in_format(|this| {
-            let request = StepRequest::new(Use::TrainWhole, &arranged);
-            step::run(this, request, Ending::Commit, |this, context| {
-                let (start, AttemptContext { cut, handshake, .. }) = (Instant::now(), context);
-                let role = handshake.role(0);
-                let batch = arranged.batch();
-                let ran = this.attempt_whole(batch, cut, role, &mut forward, &mut loss);
-                this.only_part(start, ran)
-            })
+        let request = StepRequest::new(Use::TrainWhole, &arranged);
+        step::run(self, request, Ending::Commit, |this, context| {
+            let (start, AttemptContext { cut, handshake, .. }) = (Instant::now(), context);
+            let role = handshake.role(0);
+            let batch = arranged.batch();
+            let ran = this.attempt_whole(batch, cut, role, &mut forward, &mut loss);
+            this.only_part(start, ran)
         })
     }
 

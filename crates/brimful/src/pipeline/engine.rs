@@ -11,6 +11,7 @@ use super::{Pipeline, check_offloaded_graphs, ranks};
 use crate::auto::Kind;
 use crate::batch::{BatchError, Samples};
 use crate::memory::Memory;
+use crate::memory_format::FormatChoice;
 use crate::pipeline::error::PipelineError;
 use crate::pipeline::run::{End, Job, LossFn, Mode, WorkerFailure, wire};
 use crate::pipeline::site::ActivationCache;
@@ -44,7 +45,10 @@ impl Engine for Pipeline {
         self.open = None;
         let mut workers = self.workers();
         workers.involve(devices.iter().copied());
-        ranks::have_changed(&workers, &self.ranks)
+        match self.ranks.has_ties {
+            true => ranks::have_changed(&workers),
+            false => Ok(false),
+        }
     }
 
     fn refresh_copies(&mut self) -> Result<()> {
@@ -88,7 +92,8 @@ impl Engine for Pipeline {
     }
 
     fn hints(&mut self) -> Hints {
-        Hints { hold: self.format_choice.is_measuring(), ..Hints::default() }
+        let hold = self.format_choice.as_ref().is_some_and(FormatChoice::is_measuring);
+        Hints { hold, ..Hints::default() }
     }
 
     fn free_memory(&mut self) -> Result<bool> {
@@ -96,6 +101,18 @@ impl Engine for Pipeline {
             Ok(worker.site.cache.as_mut().is_some_and(ActivationCache::free_memory))
         })?;
         Ok(made.contains(&true))
+    }
+
+    fn falls_back(&mut self, error: &Error) -> Result<bool> {
+        // The workers convert the parameters as they begin.
+        Ok(self.format_choice.as_mut().is_some_and(|choice| choice.fall_back(error)))
+    }
+
+    fn end_fallback(&mut self, works: bool) -> Result<()> {
+        if let Some(choice) = &mut self.format_choice {
+            choice.end_fallback(works);
+        }
+        Ok(())
     }
 
     fn failed(&mut self, error: Error) -> Error {
@@ -462,7 +479,7 @@ impl Pipeline {
             mode: plan.mode,
             seed: plan.seed,
             weights: Arc::clone(weights),
-            channels_last: self.format_choice.is_channels_last(),
+            channels_last: self.format_choice.as_ref().is_some_and(FormatChoice::is_channels_last),
             start,
             traces_transfers: self.traces_transfers,
         };

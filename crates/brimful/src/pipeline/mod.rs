@@ -68,7 +68,7 @@ pub use error::PipelineError;
 pub use offload::measure_host_link;
 pub use site::is_recomputing;
 
-use crate::memory_format::{FormatChoice, InMemoryFormat};
+use crate::memory_format::FormatChoice;
 use crate::step::{MicroBatches, StepState};
 use crate::workers::{DeviceSpec, SharedWorkers, Workers};
 use crate::{Layers, Result};
@@ -113,8 +113,8 @@ pub struct Pipeline {
     /// Whether to time the transfers of steps.
     traces_transfers: bool,
     state: StepState<PipelineAttempt>,
-    /// Memory format of images and convolutions.
-    format_choice: FormatChoice,
+    /// Memory format of images and convolutions; none for the user's own.
+    format_choice: Option<FormatChoice>,
 }
 
 impl Pipeline {
@@ -220,22 +220,13 @@ impl Pipeline {
 
     /// Records a step's time, from which the faster memory format is chosen.
     fn learn_format(&mut self, samples: usize, time: Duration) {
-        if let Some(factor) = self.format_choice.observe(samples, time, false) {
+        let Some(choice) = &mut self.format_choice else { return };
+        if let Some(factor) = choice.observe(samples, time, false) {
             self.state.sizes.rearranged(factor);
         }
     }
 
     fn seeded_devices(&self) -> Vec<Device> {
         self.devices.iter().map(|device| device.device).collect()
-    }
-}
-
-impl InMemoryFormat for Pipeline {
-    fn format_choice(&mut self) -> &mut FormatChoice {
-        &mut self.format_choice
-    }
-
-    fn convert(&mut self) -> Result<()> {
-        Ok(())
     }
 }

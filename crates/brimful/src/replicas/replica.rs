@@ -8,11 +8,10 @@ use tch::{Device, Tensor};
 use super::mirror::Mirror;
 use crate::batch::{Batch, Samples};
 use crate::loss::IntoLoss;
-use crate::memory_format::InMemoryFormat;
 use crate::micro::{AttemptSettings, identity};
-use crate::oom::{Caught, into_error_or_panic};
+use crate::oom::{Caught, into_error, into_error_or_panic};
 use crate::random::Generator;
-use crate::step::{BatchRole, Cut, MicroBatches, PartFigures, StoreAttempt, names};
+use crate::step::{BatchRole, Cut, Engine, MicroBatches, PartFigures, StoreAttempt, names};
 use crate::workers::DeviceSpec;
 use crate::{Error, MicroBatcher, Result, feed};
 
@@ -123,10 +122,9 @@ impl<M> Replica<M> {
     ) -> Result<PartDone<O>> {
         let start = Instant::now();
         let Self { model, micro, .. } = self;
-        let (attempt, outputs) = micro.in_format(|micro| {
-            let ran = how(micro, model, &job.batch, &mut job.cut()?, job.role);
-            ran.map_err(into_error_or_panic)
-        })?;
+        let ran =
+            in_format(micro, |micro| how(micro, model, &job.batch, &mut job.cut()?, job.role));
+        let (attempt, outputs) = ran.map_err(into_error_or_panic)?;
         self.hand_in(attempt, &outputs, start)
     }
 
@@ -150,5 +148,21 @@ impl<M> Replica<M> {
         let figures = self.micro.figures_of(&attempt, start);
         let (attempt, figures) = attempt.unless_failed(figures)?;
         Ok(PartDone { attempt, outputs, figures })
+    }
+}
+
+/// Runs `f`; if that fails in a memory format that is on trial, runs it again in the user's own.
+pub(super) fn in_format<T>(
+    micro: &mut MicroBatcher,
+    mut f: impl FnMut(&mut MicroBatcher) -> Result<T, Caught<Error>>,
+) -> Result<T, Caught<Error>> {
+    match f(micro) {
+        Err(caught) if micro.is_on_trial() => {
+            micro.falls_back(&into_error(caught))?;
+            let done = f(micro);
+            micro.end_fallback(done.is_ok())?;
+            done
+        }
+        ended => ended,
     }
 }

@@ -8,8 +8,9 @@ use super::error;
 use super::replica::{Replica, Setting};
 use super::shares::Speeds;
 use crate::Result;
+use crate::accumulate::parameters;
 use crate::micro::{MemoryFormat, MicroBatcher};
-use crate::step::{Engine, MicroBatches, NonFinitePolicy, Team, names, parameters};
+use crate::step::{Engine, MicroBatches, NonFinitePolicy, Team, names};
 use crate::update::Method;
 use crate::world::World;
 

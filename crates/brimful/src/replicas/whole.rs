@@ -14,10 +14,9 @@ use tch::Tensor;
 
 use super::Replicas;
 use super::attempt::jobs;
-use super::replica::{Replica, ReplicaJob};
+use super::replica::{Replica, ReplicaJob, in_format};
 use crate::auto::Use;
 use crate::batch::{Arranged, Batch, BatchError, Samples};
-use crate::memory_format::InMemoryFormat;
 use crate::oom::{self, Caught, into_error_or_panic};
 use crate::step::{
     self, AttemptContext, Ending, Failed, PartSeed, Parts, RowGradients, StepError, StepReport,
@@ -89,11 +88,11 @@ impl<M: 'static> Replicas<M> {
     ) -> Result<O, Caught<Error>> {
         let run = move |replica: &mut Replica<M>, job: ReplicaJob<B>| {
             let Replica { model, micro, main_device, .. } = replica;
-            let (attempt, outputs) = micro.in_format(|micro| {
+            let ran = in_format(micro, |micro| {
                 let f = &mut |part| forward(model, part);
-                let ran = micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f);
-                ran.map_err(into_error_or_panic)
-            })?;
+                micro.attempt_map(&job.batch, &mut job.cut()?, job.role, f)
+            });
+            let (attempt, outputs) = ran.map_err(into_error_or_panic)?;
             attempt.undo.run()?;
             feed::moved(&outputs, *main_device)
         };
@@ -137,11 +136,11 @@ impl<M: 'static> Replicas<M> {
             let Replica { model, micro, store, .. } = replica;
             // The loss was computed on the first replica's device.
             let gradients = gradients.on(store.device())?;
-            let attempt = micro.in_format(|micro| {
+            let ran = in_format(micro, |micro| {
                 let f = |part| forward(model, part);
-                let ran = micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f);
-                ran.map_err(into_error_or_panic)
-            })?;
+                micro.attempt_back(batch, &mut job.cut()?, *role, &gradients, &f)
+            });
+            let attempt = ran.map_err(into_error_or_panic)?;
             replica.hand_in(attempt, &(), start)
         };
         let attempted = self.attempt(parts, samples, &back);

@@ -13,7 +13,7 @@
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
 
-use super::running::{Momentum, Moved, Running};
+use super::running::{Momentum, Running};
 use crate::Result;
 
 /// Rows of a layer before they are pooled: more would take more memory, fewer more kernels.
@@ -200,9 +200,12 @@ pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result
     Ok(())
 }
 
-/// Computes the new running statistics of every layer, which move once towards the statistics of the step.
-pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Moved> {
-    let mut moved = Moved::default();
+/// Computes the new running statistics of every layer, which move once towards the statistics of the step, and hands
+/// them to `push`.
+pub(super) fn moved<'a>(
+    layers: impl Iterator<Item = &'a mut Seen>,
+    mut push: impl FnMut(&Running, Vec<Tensor>),
+) -> Result<()> {
     for (alike, group) in grouped(layers) {
         let Pooled { count, mean, squares } = pool(&alike, &group)?;
         let parts = parts_of_the_way(&group, mean.kind())?;
@@ -225,10 +228,10 @@ pub(super) fn moved<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result<Mo
         for (seen, (mean, variance)) in group.iter().zip(parts) {
             let batches = seen.running.momentum.batches();
             let batches = batches.map(|batches| batches.f_add_scalar(1.0)).transpose()?;
-            moved.push(&seen.running, [mean, variance].into_iter().chain(batches).collect());
+            push(&seen.running, [mean, variance].into_iter().chain(batches).collect());
         }
     }
-    Ok(moved)
+    Ok(())
 }
 
 /// Returns the running mean in f64, in host memory.

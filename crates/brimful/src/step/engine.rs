@@ -82,6 +82,17 @@ pub(crate) trait Engine: Sized {
         Ok(false)
     }
 
+    /// Falls back to the user's memory format after this error, if another one is on trial. Returns whether it does:
+    /// then a step may succeed after all.
+    fn falls_back(&mut self, _error: &Error) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Ends a fallback; `works` says whether the step has succeeded.
+    fn end_fallback(&mut self, _works: bool) -> Result<()> {
+        Ok(())
+    }
+
     /// Returns the error of an attempt that has been rolled back; another error where the rollback itself has
     /// failed, which stops further attempts.
     fn failed(&mut self, error: Error) -> Error {

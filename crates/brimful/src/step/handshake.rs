@@ -15,26 +15,33 @@ use crate::world::WorldError;
 use crate::{Error, Result};
 
 /// A mini-batch as this rank brings it to a step.
-#[derive(Debug)]
-pub(crate) struct StepRequest {
+pub(crate) struct StepRequest<'a> {
     samples: Result<Samples>,
-    pub(crate) kind: Kind,
+    pub(crate) used: Use,
+    /// Describes the samples, where an automatic size or other ranks need it.
+    pub(super) kind: Box<dyn Fn() -> Kind + 'a>,
     /// Devices of its tensors.
     pub(crate) devices: Vec<Device>,
     /// Description of the mini-batch, where all ranks of a replica must bring the same one.
     hash: Option<String>,
 }
 
-impl StepRequest {
+impl<'a> StepRequest<'a> {
     /// Describes the inputs of a step.
-    pub(crate) fn new(used: Use, arranged: &Arranged<'_, impl Batch>) -> Self {
+    pub(crate) fn new(used: Use, arranged: &'a Arranged<'_, impl Batch>) -> Self {
         let batch = arranged.batch();
         Self {
             samples: arranged.samples(),
-            kind: Kind::of(used, batch),
+            used,
+            kind: Box::new(move || Kind::of(used, batch)),
             devices: batch::devices(batch),
             hash: None,
         }
+    }
+
+    /// Returns whether gradients are computed.
+    pub(super) fn is_training(&self) -> bool {
+        matches!(self.used, Use::Train | Use::TrainWhole)
     }
 
     /// Adds a description, for ranks that must all bring the same mini-batch, such as those of one pipeline.
@@ -69,7 +76,7 @@ pub(super) struct OwnPart {
 
 impl OwnPart {
     /// Returns the message for the other ranks.
-    fn hello(&self, samples: &Samples, kind: &Kind, hash: Option<String>) -> Result<StepHello> {
+    fn hello(&self, samples: &Samples, request: &StepRequest<'_>) -> Result<StepHello> {
         let any = samples.count() > 0;
         // A size that cannot cut these samples fails here, so that all ranks get the error.
         if any {
@@ -77,8 +84,8 @@ impl OwnPart {
         }
         Ok(StepHello {
             samples: samples.clone(),
-            kind: any.then(|| kind.to_string()),
-            hash,
+            kind: any.then(|| (request.kind)().to_string()),
+            hash: request.hash.clone(),
             size: format!("{:?}", self.size),
             seed: self.seed.unwrap_or_default(),
             trained: self.trained.clone(),
@@ -138,19 +145,21 @@ pub(crate) struct Handshake {
     seed: Option<u64>,
     /// True if a variable has changed that has copies elsewhere.
     pub(crate) changed: bool,
-    /// Kind of this rank's samples, even if there are none.
-    pub(crate) kind: Kind,
 }
 
 impl Handshake {
     /// Exchanges the messages of all ranks; all draw from the first rank's seed. Either all ranks send their
     /// trained parameters or none does.
-    pub(super) fn open(team: &Team, request: StepRequest, own: Result<OwnPart>) -> Result<Self> {
-        let StepRequest { samples, kind, hash, .. } = request;
+    pub(super) fn open(
+        team: &Team,
+        request: &StepRequest<'_>,
+        own: Result<OwnPart>,
+    ) -> Result<Self> {
+        let samples = request.samples.clone();
         if team.is_alone() {
             let OwnPart { seed, changed, rank, .. } = own?;
             let samples = vec![samples?];
-            return Ok(Self { samples, replica: 0, first: rank == 0, seed, changed, kind });
+            return Ok(Self { samples, replica: 0, first: rank == 0, seed, changed });
         }
         let samples = match samples {
             // An epoch's last mini-batch may not suffice for all replicas: one without a sample still takes
@@ -161,8 +170,8 @@ impl Handshake {
         // Reports every failure so far: this is the step's first collective.
         let own = own.and_then(|own| Ok((own, samples?)));
         let hello = own.as_ref().map_err(Error::clone);
-        let hello = hello.and_then(|(own, samples)| own.hello(samples, &kind, hash));
-        let all = team.world.vote(&format!("{:?}", kind.used), hello, Duration::ZERO)?;
+        let hello = hello.and_then(|(own, samples)| own.hello(samples, request));
+        let all = team.world.vote(&format!("{:?}", request.used), hello, Duration::ZERO)?;
         let (OwnPart { seed, .. }, own) = own?;
         StepHello::check(&all, team)?;
         let mut samples = StepHello::samples_of_replicas(&all, team)?;
@@ -175,7 +184,6 @@ impl Handshake {
             replica,
             seed: seed.map(|_| all[0].seed),
             changed: all.iter().any(|hello| hello.changed),
-            kind,
         })
     }
 

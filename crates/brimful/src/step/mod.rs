@@ -43,7 +43,7 @@ pub(crate) use handshake::{Handshake, StepRequest, described};
 pub(crate) use parts::{PartFigures, Parts, PartsEngine};
 pub(crate) use report::Figures;
 pub use report::{StepReport, Timeline};
-pub(crate) use store_attempt::{StoreAttempt, gradient_bytes, parameters};
+pub(crate) use store_attempt::{StoreAttempt, gradient_bytes};
 pub use tally::NonFinitePolicy;
 pub(crate) use tally::{Counted, Tally, TermGroup, double, roots};
 pub(crate) use trained::{Trained, names};
@@ -51,7 +51,7 @@ pub(crate) use undo::{Undo, UnmanagedStatistics, put_back};
 pub(crate) use vote::{Exchange, Failed, ParkedPanic, PartReport, Team, Whole};
 pub(crate) use whole::{RowGradients, as_leaves};
 
-use crate::auto::Use;
+use crate::auto::{SizeLog, Use};
 use crate::oom::caught;
 use crate::random::{Randomness, SeedDraw};
 use crate::{Error, Result};
@@ -79,14 +79,14 @@ pub(crate) enum Ending {
 /// Runs a mini-batch at one size after the other, until an attempt fits into memory on all ranks; then ends it.
 pub(crate) fn run<E: Engine, O>(
     engine: &mut E,
-    request: StepRequest,
+    request: StepRequest<'_>,
     ending: Ending,
     mut run_attempt: impl FnMut(&mut E, AttemptContext<'_>) -> Result<(E::Attempt, O), Failed>,
 ) -> Result<StepReport<O>> {
     let start = Instant::now();
-    let training = request.kind.is_training();
+    let training = request.is_training();
     let team = match ending {
-        Ending::Commit if request.kind.used != Use::Map => engine.state().team.clone(),
+        Ending::Commit if request.used != Use::Map => engine.state().team.clone(),
         // Needs no other replica. Replicas need not accumulate equally often: the commit compares and sums what
         // they have.
         _ => engine.state().own_team(E::SPREADS_MODEL),
@@ -109,12 +109,23 @@ pub(crate) fn run<E: Engine, O>(
         Seeding::Step(devices) => Some(SeedDraw::new(devices)),
     };
     let seed = drawn.as_ref().map(|drawn| drawn.seed.clone()).transpose();
-    let done = match open(engine, &team, request, seed) {
+    let done = match open(engine, &team, &request, seed) {
         Err(error) => Err(error),
         Ok(handshake) => {
-            let mut sizes = AttemptSizes::new(engine, &handshake, &team);
-            loop {
-                let (mut cut, exchange) = match sizes.next(engine) {
+            let size = engine.state().size;
+            let new_sizes = |engine: &mut E| {
+                let kind = || (request.kind)();
+                size.is_automatic().then(|| AttemptSizes::new(engine, &handshake, &team, kind()))
+            };
+            let mut sizes = new_sizes(engine);
+            let mut log = SizeLog::default();
+            let mut fell_back = false;
+            let done = loop {
+                let cut = match &mut sizes {
+                    Some(sizes) => sizes.next(engine),
+                    None => Cut::given(handshake.own().clone(), size),
+                };
+                let (mut cut, exchange) = match cut {
                     // Channels of its own, so that it never reads messages that a failed attempt left in flight.
                     Ok(cut) => (cut, team.exchange()),
                     Err(error) => break Err(error),
@@ -128,11 +139,43 @@ pub(crate) fn run<E: Engine, O>(
                     Err(error) => Err(error),
                 };
                 let ended = ended.map_err(|error| engine.failed(error));
-                match sizes.end(engine, cut, ended) {
-                    Ok(Some(step)) => break Ok((step, handshake.seed(), sizes.log)),
+                let ended = match (&mut sizes, ended) {
+                    (Some(sizes), ended) => sizes.end(engine, cut, ended),
+                    (None, Ok((step, _))) => Ok(Some(step)),
+                    // Once, if the engine can free memory. Over ranks all would have to agree on it.
+                    (None, Err(error))
+                        if log.retries == 0
+                            && team.is_alone()
+                            && error.out_of_memory().is_some()
+                            && engine.free_memory().unwrap_or(false) =>
+                    {
+                        tracing::info!("{error}: retrying with all activations offloaded");
+                        log.retries = 1;
+                        Ok(None)
+                    }
+                    (None, Err(error)) => Err(error),
+                };
+                match ended {
+                    Ok(Some(step)) => {
+                        let log = sizes.map_or(log, |sizes| sizes.log);
+                        break Ok((step, handshake.seed(), log));
+                    }
                     Ok(None) => {}
-                    Err(error) => break Err(error),
+                    Err(error) if fell_back => break Err(error),
+                    Err(error) => match engine.falls_back(&error) {
+                        Ok(true) => {
+                            fell_back = true;
+                            (sizes, log) = (new_sizes(engine), SizeLog::default());
+                            parked = ParkedPanic::default();
+                        }
+                        Ok(false) => break Err(error),
+                        Err(fallback) => break Err(fallback),
+                    },
                 }
+            };
+            match fell_back {
+                true => engine.end_fallback(done.is_ok()).and(done),
+                false => done,
             }
         }
     };
@@ -243,11 +286,11 @@ fn check_trained<E: Engine>(engine: &mut E) -> Result<()> {
 pub(crate) fn open<E: Engine>(
     engine: &mut E,
     team: &Team,
-    request: StepRequest,
+    request: &StepRequest<'_>,
     seed: Result<Option<u64>>,
 ) -> Result<Handshake> {
     // Not `?`: the other ranks wait for this rank's part, even if it is an error.
-    let own = own_part(engine, team, &request, seed);
+    let own = own_part(engine, team, request, seed);
     let handshake = Handshake::open(team, request, own)?;
     if handshake.changed {
         engine.refresh_copies()?;
@@ -258,14 +301,14 @@ pub(crate) fn open<E: Engine>(
 fn own_part<E: Engine>(
     engine: &mut E,
     team: &Team,
-    request: &StepRequest,
+    request: &StepRequest<'_>,
     seed: Result<Option<u64>>,
 ) -> Result<OwnPart> {
     let seed = seed?;
     let changed = engine.begin(&request.devices)?;
     // Compared here and not with the reports, because gradients may be in flight by then. Where nothing is
     // summed, no names are hashed.
-    let compares = request.kind.is_training() && team.replicas > 1;
+    let compares = request.is_training() && team.replicas > 1;
     let trained = if compares { engine.trained()? } else { None };
     let rank = engine.state().team.world.rank();
     Ok(OwnPart { size: engine.state().size, seed, trained, changed, rank })

@@ -1,5 +1,4 @@
-//! Sizes of a step's attempts: the one that the user gave, or an automatic one, which gets smaller if memory runs
-//! out.
+//! Automatic sizes of a step's attempts, which get smaller if memory runs out.
 
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use crate::batch::Samples;
 use crate::{Error, Result, memory};
 use brimful_plan::bytes::Bytes;
 
-/// Sizes of the attempts at one mini-batch, one after the other, until one fits into memory on all devices of all
+/// Automatic sizes of the attempts at one mini-batch, one after the other, until one fits into memory on all devices of all
 /// ranks in the team.
 #[derive(Debug)]
 pub(super) struct AttemptSizes<'a> {
@@ -20,11 +19,11 @@ pub(super) struct AttemptSizes<'a> {
     samples: &'a Samples,
     /// Smallest possible micro-batch, over all ranks.
     least: usize,
-    kind: &'a Kind,
+    kind: Kind,
     team: &'a Team,
-    way: Way,
-    /// True if the given size has failed and runs again.
-    is_rerun: bool,
+    /// True if each piece of the mini-batch decides on the size of the next. Otherwise ranks agree on a size for the
+    /// whole mini-batch: if each chose piece by piece, every piece would need a collective.
+    in_pieces: bool,
     /// Measurements of the running attempt, if all ranks agreed on its size.
     watch: Option<SizeWatch>,
     /// Error of this rank that the others do not know yet.
@@ -32,45 +31,34 @@ pub(super) struct AttemptSizes<'a> {
     pub(super) log: SizeLog,
 }
 
-/// Way in which sizes are found.
-#[derive(Debug, Clone, Copy)]
-enum Way {
-    /// The user has given the size.
-    Given,
-    /// Each piece of the mini-batch decides on the size of the next.
-    Pieces,
-    /// Ranks agree on a size for the whole mini-batch: if each chose piece by piece, every piece would need a
-    /// collective.
-    Whole,
-}
-
 impl<'a> AttemptSizes<'a> {
-    pub(super) fn new<E: Engine>(engine: &mut E, handshake: &'a Handshake, team: &'a Team) -> Self {
-        let (size, kind) = (engine.state().size, &handshake.kind);
-        let way = match size.is_automatic() {
-            false => Way::Given,
-            true if team.is_alone() && engine.runs_in_pieces(kind) => Way::Pieces,
-            true => Way::Whole,
-        };
+    pub(super) fn new<E: Engine>(
+        engine: &mut E,
+        handshake: &'a Handshake,
+        team: &'a Team,
+        kind: Kind,
+    ) -> Self {
+        let in_pieces = team.is_alone() && engine.runs_in_pieces(&kind);
         let (samples, least) = (handshake.own(), handshake.least());
-        let (is_rerun, watch, failed, log) = (false, None, None, SizeLog::default());
-        Self { size, samples, least, kind, team, way, is_rerun, watch, failed, log }
+        let (size, watch, failed, log) = (engine.state().size, None, None, SizeLog::default());
+        Self { size, samples, least, kind, team, in_pieces, watch, failed, log }
     }
 
     /// Returns the cut of the next attempt.
     pub(super) fn next<E: Engine>(&mut self, engine: &mut E) -> Result<Cut> {
-        let samples = self.samples.clone();
-        match self.way {
-            Way::Given => Cut::given(samples, self.size),
-            Way::Pieces => Ok(Cut::watched(samples, self.size, watch(engine, self.kind, true)?)),
-            Way::Whole => self.agreed(engine),
+        match self.in_pieces {
+            true => {
+                let watch = watch(engine, &self.kind, true)?;
+                Ok(Cut::watched(self.samples.clone(), self.size, watch))
+            }
+            false => self.agreed(engine),
         }
     }
 
     /// Cuts by a size that all ranks agree on. An error that keeps this rank from it becomes every rank's error.
     fn agreed<E: Engine>(&mut self, engine: &mut E) -> Result<Cut> {
         let planned = self.failed.take().map_or(Ok(()), Err).and_then(|()| {
-            Ok((engine.largest_part(self.samples)?, watch(engine, self.kind, false)?))
+            Ok((engine.largest_part(self.samples)?, watch(engine, &self.kind, false)?))
         });
         let (part, mut watch) = match planned {
             Ok(planned) => planned,
@@ -108,9 +96,6 @@ impl<'a> AttemptSizes<'a> {
         cut: Cut,
         mut ended: Result<(T, Lesson)>,
     ) -> Result<Option<T>> {
-        if matches!(self.way, Way::Given) {
-            return self.end_given(engine, ended);
-        }
         let watch = cut.into_watch().or(self.watch.take());
         let mut watch = watch.expect("an automatic size is watched");
         if let Ok((_, lesson)) = &mut ended
@@ -119,35 +104,14 @@ impl<'a> AttemptSizes<'a> {
             ended = Err(error);
         }
         let ran_out = matches!(&ended, Err(error) if error.out_of_memory().is_some());
-        match learn(engine, self.kind, watch, ended, &mut self.log) {
+        match learn(engine, &self.kind, watch, ended, &mut self.log) {
             // Other ranks may be about to rerun: they get this error first.
-            Err(error) if ran_out && matches!(self.way, Way::Whole) => {
+            Err(error) if ran_out && !self.in_pieces => {
                 self.failed = Some(error);
                 Ok(None)
             }
             learnt => learnt,
         }
-    }
-
-    /// Returns the value; reruns the given size once if the engine can free memory.
-    fn end_given<E: Engine, T>(
-        &mut self,
-        engine: &mut E,
-        ended: Result<(T, Lesson)>,
-    ) -> Result<Option<T>> {
-        let error = match ended {
-            Ok((value, _)) => return Ok(Some(value)),
-            Err(error) => error,
-        };
-        // Over ranks all would have to agree on it.
-        let may_rerun = !self.is_rerun && error.out_of_memory().is_some() && self.team.is_alone();
-        if !may_rerun || !engine.free_memory().unwrap_or(false) {
-            return Err(error);
-        }
-        tracing::info!("{error}: retrying with all activations offloaded");
-        self.is_rerun = true;
-        self.log = SizeLog::of_retry();
-        Ok(None)
     }
 }
 

@@ -11,7 +11,7 @@ use super::tally::{NonFinitePolicy, Tally, TermGroup, distinct};
 use super::trained::{Names, Trained, names};
 use super::undo::Undo;
 use super::vote::{PartReport, SeenPart, Whole};
-use crate::accumulate::{Finished, Named, Sums, Total, check_dense, name_of};
+use crate::accumulate::{Finished, Named, Sums, Total, check_dense, name_of, parameters};
 use crate::batch::tensor_bytes;
 use crate::oom::into_error_or_panic;
 use crate::ranks::RankSum;
@@ -339,13 +339,6 @@ fn differ(pairs: &[&(Tensor, Tensor)]) -> Result<Vec<bool>> {
 fn trained(variables: &Mutex<Variables>) -> Vec<bool> {
     let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
     variables.trainable_variables.iter().map(|variable| variable.tensor.requires_grad()).collect()
-}
-
-/// Returns the variables that are being trained.
-pub(crate) fn parameters(variables: &Mutex<Variables>) -> Vec<Tensor> {
-    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
-    let all = variables.trainable_variables.iter().map(|variable| &variable.tensor);
-    all.filter(|tensor| tensor.requires_grad()).map(Tensor::shallow_clone).collect()
 }
 
 /// Returns the bytes of a step's gradients.

@@ -16,10 +16,10 @@ use crate::memory::Memory;
 /// Collective of the ranks. All ranks begin the same collectives in the same order. Dropping the last clone ends it,
 /// with all pending transfers. That of a rank alone has no channel.
 #[derive(Debug, Clone)]
-pub(crate) struct Collective(Option<Arc<Open>>);
+pub(crate) struct Collective(pub(super) Option<Arc<Open>>);
 
 #[derive(Debug)]
-struct Open {
+pub(super) struct Open {
     link: Arc<Link>,
     rank: usize,
     number: u64,
@@ -61,11 +61,6 @@ impl Collective {
     pub(super) fn begin(link: &Arc<Link>, rank: usize) -> Result<Self> {
         let number = link.with(|engine| engine.begin())?;
         Ok(Self(Some(Arc::new(Open { link: Arc::clone(link), rank, number }))))
-    }
-
-    /// Returns the collective of a rank without others.
-    pub(super) fn of_one() -> Self {
-        Self(None)
     }
 
     fn open(&self) -> &Arc<Open> {

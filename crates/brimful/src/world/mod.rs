@@ -195,7 +195,7 @@ impl World {
     pub(crate) fn collective(&self) -> Result<Collective> {
         match &self.0 {
             Some(member) => Collective::begin(&member.link, member.rank),
-            None => Ok(Collective::of_one()),
+            None => Ok(Collective(None)),
         }
     }
 

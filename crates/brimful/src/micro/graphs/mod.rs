@@ -87,11 +87,21 @@ pub(super) struct MicroGraphs {
 /// Context of a micro-batch, besides its mini-batch.
 #[derive(Debug)]
 pub(super) struct Surroundings<'a> {
-    pub(super) format_choice: &'a FormatChoice,
+    pub(super) format_choice: Option<&'a FormatChoice>,
     /// Closure that runs on it.
     pub(super) closure: Closure,
     /// True if its size is chosen. A size that is only being tried is not worth a capture.
     pub(super) is_steady: bool,
+}
+
+impl Surroundings<'_> {
+    /// Converts a micro-batch's images to the memory format.
+    fn formatted<B: Batch>(&self, micro_batch: B) -> Result<B> {
+        match self.format_choice {
+            Some(choice) => choice.of(micro_batch),
+            None => Ok(micro_batch),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -208,9 +218,9 @@ impl MicroGraphs {
         f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
     ) -> Result<MicroBatchRun> {
-        let Surroundings { format_choice, closure, is_steady } = *surroundings;
+        let Surroundings { closure, is_steady, .. } = *surroundings;
         if self.eager || !self.knows(closure) {
-            pass.run(format_choice.of(micro_batch)?, part, f)?;
+            pass.run(surroundings.formatted(micro_batch)?, part, f)?;
             return Ok(MicroBatchRun { typical: !self.eager, ..MicroBatchRun::PLAINLY });
         }
         let shape = Shape::of(&micro_batch, closure, pass.single);
@@ -248,9 +258,9 @@ impl MicroGraphs {
         f: &mut impl FnMut(B) -> R,
         surroundings: &Surroundings<'_>,
     ) -> Result<()> {
-        let Surroundings { format_choice, is_steady, .. } = *surroundings;
+        let is_steady = surroundings.is_steady;
         if self.is_due(index) {
-            return self.check(index, pass, format_choice.of(micro_batch)?, part, f);
+            return self.check(index, pass, surroundings.formatted(micro_batch)?, part, f);
         }
         match &mut self.entries[index].state {
             // The graph's inputs have the memory format already, and samples take it on when they are copied in.
@@ -261,17 +271,18 @@ impl MicroGraphs {
             }
             ShapeState::New(seen) if *seen < WARM_UP || !is_steady => {
                 *seen += 1;
-                pass.run(format_choice.of(micro_batch)?, part, f)?;
+                pass.run(surroundings.formatted(micro_batch)?, part, f)?;
             }
             ShapeState::New(_) => {
-                let (state, need) = self.capture(pass, format_choice.of(micro_batch)?, part, f)?;
+                let (state, need) =
+                    self.capture(pass, surroundings.formatted(micro_batch)?, part, f)?;
                 let entry = &mut self.entries[index];
                 entry.state = state;
                 entry.need = need;
                 entry.samples = part.samples;
                 entry.trust = entry.trust.captured(self.step);
             }
-            ShapeState::Eager => pass.run(format_choice.of(micro_batch)?, part, f)?,
+            ShapeState::Eager => pass.run(surroundings.formatted(micro_batch)?, part, f)?,
         }
         Ok(())
     }

@@ -270,21 +270,24 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
     })
 }
 
-/// Returns the initial memory format of these workers' models: the default without convolutions or with
+/// Returns the initial memory format of these workers' models: the user's own without convolutions or with
 /// offloaded stages. Formats are measured only in a single process, because ranks would choose differently.
 fn format_choice(
     workers: &Workers<Worker>,
     memory_format: MemoryFormat,
     ranks: usize,
-) -> Result<FormatChoice> {
+) -> Result<Option<FormatChoice>> {
+    if memory_format == MemoryFormat::AsIs {
+        return Ok(None);
+    }
     let convolves = workers.all(|worker| {
         let mut all = worker.variables.all();
         Ok(worker.site.offloaded.is_none() && all.any(|variable| has_channels(&variable.tensor)))
     })?;
     let is_chosen = memory_format != MemoryFormat::Measured || ranks == 1;
     match is_chosen && convolves.contains(&true) {
-        true => Ok(FormatChoice::new(memory_format)),
-        false => Ok(FormatChoice::default()),
+        true => Ok(FormatChoice::wanted(memory_format)),
+        false => Ok(None),
     }
 }
 

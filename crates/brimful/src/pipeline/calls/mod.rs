@@ -15,7 +15,6 @@ pub use whole::Outputs;
 use crate::auto::Use;
 use crate::batch::{self, Arranged, Batch, BatchError, Lender, Samples};
 use crate::loss::IntoLoss;
-use crate::memory_format::InMemoryFormat;
 use crate::pipeline::Pipeline;
 use crate::pipeline::attempt::{PipelineAttempt, Portion};
 use crate::pipeline::error::PipelineError;
@@ -48,11 +47,9 @@ impl Pipeline {
         let input = Arranged::of(input);
         let target = input.beside(target);
         let mode = Mode::Train { last: true };
-        let step = self.in_format(|this| {
-            let request = this.request(Use::Train, &input, &target).provided(traced.clone());
-            step::run(this, request, Ending::Commit, |this, context| {
-                this.try_batch(input.batch(), target.batch(), &loss, context, mode)
-            })
+        let request = self.request(Use::Train, &input, &target).provided(traced.clone());
+        let step = step::run(self, request, Ending::Commit, |this, context| {
+            this.try_batch(input.batch(), target.batch(), &loss, context, mode)
         })?;
         self.learn_format(step.samples, step.time);
         Ok(step)
@@ -76,11 +73,9 @@ impl Pipeline {
         let arranged = Arranged::of(input);
         let target = arranged.beside(target);
         let mode = Mode::Train { last: false };
-        let step = self.in_format(|this| {
-            let request = this.request(Use::Train, &arranged, &target).provided(traced.clone());
-            step::run(this, request, Ending::Keep, |this, context| {
-                this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
-            })
+        let request = self.request(Use::Train, &arranged, &target).provided(traced.clone());
+        let step = step::run(self, request, Ending::Keep, |this, context| {
+            this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
         })?;
         // The memory format changes from window to window, so the first mini-batch of each measures its
         // speed.
@@ -113,11 +108,9 @@ impl Pipeline {
         let loss = with_loss(loss);
         let input = Arranged::of(input);
         let target = input.beside(target);
-        self.in_format(|this| {
-            let request = this.request(Use::Evaluate, &input, &target);
-            step::run(this, request, Ending::Commit, |this, context| {
-                this.try_batch(input.batch(), target.batch(), &loss, context, Mode::Evaluate)
-            })
+        let request = self.request(Use::Evaluate, &input, &target);
+        step::run(self, request, Ending::Commit, |this, context| {
+            this.try_batch(input.batch(), target.batch(), &loss, context, Mode::Evaluate)
         })
     }
 
@@ -147,22 +140,20 @@ impl Pipeline {
             Ok((None, f(M::from_tensors(values)?)))
         });
         let input = Arranged::of(input);
-        let step = self.in_format(|this| {
-            let request = this.request(Use::Map, &input, &input.beside(&()));
-            step::run(this, request, Ending::Commit, |this, context| {
-                this.try_batch(input.batch(), &(), &shared, context, Mode::Evaluate)
-            })
+        let request = self.request(Use::Map, &input, &input.beside(&()));
+        let step = step::run(self, request, Ending::Commit, |this, context| {
+            this.try_batch(input.batch(), &(), &shared, context, Mode::Evaluate)
         })?;
         Ok(step.outputs)
     }
 
     /// Returns the request for a step with this mini-batch.
-    pub(crate) fn request(
+    pub(crate) fn request<'a>(
         &self,
         used: Use,
-        arranged: &Arranged<'_, impl Batch>,
+        arranged: &'a Arranged<'_, impl Batch>,
         target: &Arranged<'_, impl Batch>,
-    ) -> StepRequest {
+    ) -> StepRequest<'a> {
         let (input, sorted) = (arranged.batch(), target.samples().map(drop));
         let target = target.batch();
         let request = StepRequest::new(used, arranged);
@@ -197,7 +188,12 @@ impl Pipeline {
         };
         let (closures, collected) = closure.for_each(target, &plan.portions, device)?;
         let attempt = self.attempt(&plan, inputs, closures, exchange)?;
-        match self.ranks.outputs(exchange, last, self.output_device(), &collected, samples) {
+        let outputs = match self.ranks.of_pipeline().len() {
+            1 => joined(&collected, samples)
+                .and_then(|own| Ok(own.or_else(O::blank).ok_or(BatchError::NothingToJoin)?)),
+            _ => self.ranks.outputs(exchange, last, self.output_device(), &collected, samples),
+        };
+        match outputs {
             Ok(outputs) => Ok((attempt, outputs)),
             Err(error) => {
                 attempt.undo(self)?;

@@ -12,7 +12,7 @@ use crate::step::Exchange;
 use crate::world::WorldError;
 
 impl Ranks {
-    /// Returns the closure's outputs, in sample order, on this device of every rank of the pipeline.
+    /// Returns the closure's outputs, in sample order, on this device of every rank of a pipeline of several ranks.
     pub(crate) fn outputs<O: Batch>(
         &self,
         exchange: &Exchange,
@@ -22,10 +22,6 @@ impl Ranks {
         samples: &Samples,
     ) -> Result<O> {
         let blank = O::blank();
-        if self.of_pipeline().len() == 1 {
-            let outputs = joined(collected, samples)?.or(blank);
-            return Ok(outputs.ok_or(BatchError::NothingToJoin)?);
-        }
         // The type alone shows that there is no tensor, so all ranks skip the exchange alike.
         if let Some(empty) = blank.as_ref().filter(|blank| batch::leaves(*blank).is_empty()) {
             return empty.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));

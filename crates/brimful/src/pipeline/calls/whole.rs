@@ -88,7 +88,7 @@ impl Pipeline {
         let request = self.request(Use::TrainWhole, &input, &input.beside(&())).provided(may);
         let devices = self.seeded_devices();
         with_step_seed(devices, |seed| {
-            let handshake = step::open(self, &team, request, seed.map(Some))?;
+            let handshake = step::open(self, &team, &request, seed.map(Some))?;
             let mode = Mode::Train { last: true };
             let exchange = team.exchange()?;
             let plan = self.plan_for(&handshake, self.state.size, mode, true).map_err(Failed::from);

@@ -94,10 +94,7 @@ pub(crate) fn gather(
 }
 
 /// Returns whether an owner of this rank changed since its copies last followed it.
-pub(crate) fn have_changed(workers: &Workers<Worker>, ranks: &Ranks) -> Result<bool> {
-    if !ranks.has_ties {
-        return Ok(false);
-    }
+pub(crate) fn have_changed(workers: &Workers<Worker>) -> Result<bool> {
     let changed = workers.all(|worker| {
         worker.offload_all()?;
         Ok(worker.variables.changed().next().is_some())

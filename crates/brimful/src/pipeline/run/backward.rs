@@ -65,7 +65,9 @@ impl WorkerRun {
             true => self.run_whole(at, roots, input)?,
             false => self.run_input_gradients(site, at, i, roots, input)?,
         };
-        self.note_probe(site, at, &mut gradients)?;
+        if let (Some(barriers), Some(accumulator)) = (&mut self.barriers, &mut self.accumulator) {
+            barriers.note_probe(site, at, &mut gradients, accumulator)?;
+        }
         if is_whole {
             self.note_largest(site, i)?;
         }
@@ -144,7 +146,11 @@ impl WorkerRun {
             Output::Boundary(output) => {
                 let gradients = self.receive_gradients(site, at, i)?;
                 self.timeline.begin()?;
-                roots_of_boundary(&output, self.complete(at, &output, gradients)?)?
+                let gradients = match &self.barriers {
+                    Some(barriers) => barriers.completed(at, &output, gradients)?,
+                    None => gradients,
+                };
+                roots_of_boundary(&output, gradients)?
             }
         };
         Ok((roots, input))

@@ -9,29 +9,135 @@
 
 use tch::Tensor;
 
+use crate::Result;
+use crate::accumulate::Accumulator;
 use crate::nn::WholeBatchNorm;
-use crate::pipeline::site::Stage;
+use crate::pipeline::error::PipelineError;
+use crate::pipeline::site::{Boundary, Site, Stage};
+use crate::pipeline::transfers::Tensors;
 use crate::statistics::{PairSum, WholeBatch};
 
 /// State of a barrier.
 #[derive(Debug, Default)]
-pub(super) struct Barrier {
-    pub(super) micro_batches: usize,
+struct Barrier {
+    micro_batches: usize,
     /// Number of micro-batches counted.
-    pub(super) arrived: usize,
-    pub(super) statistics: WholeBatch,
+    arrived: usize,
+    statistics: WholeBatch,
     /// Statistics, once all micro-batches are counted.
-    pub(super) whole: Option<WholeBatchNorm>,
+    whole: Option<WholeBatchNorm>,
     /// Number of micro-batches whose backward is done, and the sums of their shares, by group of terms.
-    pub(super) returned: usize,
-    pub(super) sums: Vec<PairSum>,
+    returned: usize,
+    sums: Vec<PairSum>,
     /// Missing part of the gradients, by group, once all shares are there.
-    pub(super) missing: Vec<Option<[Tensor; 2]>>,
+    missing: Vec<Option<[Tensor; 2]>>,
 }
 
-/// Returns the barrier before each of a worker's stages, where it has one.
-pub(super) fn before(stages: &[Stage], micro_batches: usize) -> Vec<Option<Barrier>> {
-    let barrier =
-        |stage: &Stage| stage.exact_norm().map(|_| Barrier { micro_batches, ..Barrier::default() });
-    stages.iter().map(barrier).collect()
+/// Barriers before each of a worker's stages, where it has one.
+#[derive(Debug)]
+pub(super) struct Barriers(Vec<Option<Barrier>>);
+
+impl Barriers {
+    pub(super) fn before(stages: &[Stage], micro_batches: usize) -> Self {
+        let barrier = |stage: &Stage| {
+            stage.exact_norm().map(|_| Barrier { micro_batches, ..Barrier::default() })
+        };
+        Self(stages.iter().map(barrier).collect())
+    }
+
+    /// Counts the output for the next stage, if that begins with an exact BatchNorm.
+    pub(super) fn count_in(&mut self, at: usize, output: &Boundary) -> Result<()> {
+        let next = self.0.get_mut(at + 1).and_then(Option::as_mut);
+        let (Some(barrier), Some(x)) = (next, output.values.first()) else { return Ok(()) };
+        barrier.arrived += 1;
+        barrier.statistics.add(x)
+    }
+
+    /// Adds the normalising statistics to a stage's input, if the stage begins with an exact BatchNorm.
+    pub(super) fn hold(&mut self, site: &Site, at: usize, input: Boundary) -> Result<Boundary> {
+        let (Some(barrier), Some(norm)) = (&mut self.0[at], site.stages[at].exact_norm()) else {
+            return Ok(input);
+        };
+        let Barrier { micro_batches, arrived, .. } = *barrier;
+        if arrived < micro_batches {
+            return Err(PipelineError::NotAllMet { came: arrived, micro_batches }.into());
+        }
+        let x = &input.values[0];
+        let whole = match barrier.whole.take() {
+            Some(whole) => whole,
+            None => norm.finalize(std::mem::take(&mut barrier.statistics), x.kind())?,
+        };
+        let norm = Some(whole.statistics_of(x));
+        barrier.whole = Some(whole);
+        Ok(Boundary { norm, ..input })
+    }
+
+    /// Takes a micro-batch's share of the statistics' gradient out of `gradients`, and adds it at the barrier
+    /// before the stage. The last share completes the barrier.
+    pub(super) fn note_probe(
+        &mut self,
+        site: &Site,
+        at: usize,
+        gradients: &mut Vec<Tensors>,
+        accumulator: &mut Accumulator,
+    ) -> Result<()> {
+        let Some(barrier) = &mut self.0[at] else { return Ok(()) };
+        let groups = gradients.pop().unwrap_or_default();
+        barrier.returned += 1;
+        barrier.sums.resize_with(groups.len().max(barrier.sums.len()), PairSum::default);
+        for (sum, mut probes) in barrier.sums.iter_mut().zip(groups) {
+            if let (Some(bias), Some(weight)) = (probes.pop().flatten(), probes.pop().flatten()) {
+                sum.add([weight, bias])?;
+            }
+        }
+        if barrier.returned < barrier.micro_batches {
+            return Ok(());
+        }
+        barrier.complete(site, at, accumulator)
+    }
+
+    /// Completes the gradients of a stage's output with the sums of the barrier after it.
+    pub(super) fn completed(
+        &self,
+        at: usize,
+        output: &Boundary,
+        mut gradients: Vec<Tensors>,
+    ) -> Result<Vec<Tensors>> {
+        let next = self.0.get(at + 1).and_then(Option::as_ref);
+        let (Some(barrier), Some(x)) = (next, output.values.first()) else { return Ok(gradients) };
+        let Barrier { micro_batches, returned, .. } = *barrier;
+        if returned < micro_batches {
+            return Err(PipelineError::NotAllMet { came: returned, micro_batches }.into());
+        }
+        let Some(whole) = &barrier.whole else { return Ok(gradients) };
+        for (group, missing) in gradients[0].iter_mut().zip(&barrier.missing) {
+            if let (Some(gradient), Some(missing)) = (group.first_mut(), missing) {
+                *gradient = Some(whole.completed(x, gradient.as_ref(), missing)?);
+            }
+        }
+        Ok(gradients)
+    }
+}
+
+impl Barrier {
+    /// Completes the barrier: the sums are the gradients of the BatchNorm's weight and bias, and complete
+    /// the gradients of the previous stage.
+    fn complete(&mut self, site: &Site, at: usize, accumulator: &mut Accumulator) -> Result<()> {
+        let (Some(norm), Some(whole)) = (site.stages[at].exact_norm(), &self.whole) else {
+            return Ok(());
+        };
+        for (group, sum) in std::mem::take(&mut self.sums).into_iter().enumerate() {
+            if sum.is_empty() {
+                self.missing.push(None);
+                continue;
+            }
+            let total = sum.total()?;
+            // Before `add_gradient`, because the accumulator adds in place to what it is given.
+            self.missing.push(Some(whole.missing(&total)?));
+            for (place, parameter) in norm.trained() {
+                accumulator.add_gradient(group, parameter, total.f_select(0, place as i64)?)?;
+            }
+        }
+        Ok(())
+    }
 }

@@ -106,7 +106,9 @@ impl WorkerRun {
             self.timeline.end(action)?;
             return Ok(output);
         }
-        self.count_in(at, &output)?;
+        if let Some(barriers) = &mut self.barriers {
+            barriers.count_in(at, &output)?;
+        }
         // The action ends here: transfers to the host and waits for a channel are not its work.
         self.timeline.end(action)?;
         let outgoing = self.boundary_transfer(

@@ -12,7 +12,6 @@
 //! then R does nothing. On the last stage no other stage waits for such a forward, so the stage skips it
 //! and runs only R.
 
-mod at_barrier;
 mod backward;
 mod barrier;
 mod exchange;

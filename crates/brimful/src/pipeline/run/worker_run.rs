@@ -6,7 +6,7 @@ use brimful_torch::grad_mode::GradMode;
 use brimful_torch::split_backward::SplitBackward;
 use tch::Tensor;
 
-use super::barrier::{self, Barrier};
+use super::barrier::Barriers;
 use super::failure::{Stop, WorkerFailure, failure};
 use super::intake::Intake;
 use super::timeline::ActionClock;
@@ -42,8 +42,8 @@ pub(crate) struct WorkerRun {
     pub(super) returns: HashMap<(StageId, MicroBatchId), usize>,
     /// Split backwards whose input gradient (dX) is done, indexed like `kept`.
     pub(super) begun: Vec<Vec<Option<BegunBackward>>>,
-    /// Barriers before stages that begin with an exact BatchNorm, by stage.
-    pub(super) barriers: Vec<Option<Barrier>>,
+    /// Barriers before stages that begin with an exact BatchNorm; none if there is no such stage, or in an evaluation.
+    pub(super) barriers: Option<Barriers>,
     /// Gradient accumulator; none in an evaluation.
     pub(crate) accumulator: Option<Accumulator>,
     pub(crate) tally: Tally,
@@ -112,7 +112,8 @@ impl WorkerRun {
             gradients: job.ports.iter().map(|_| row_of_none(m)).collect(),
             returns,
             begun: job.ports.iter().map(|_| row_of_none(m)).collect(),
-            barriers: barrier::before(&site.stages, m),
+            barriers: (job.mode.trains() && site.stages.iter().any(|s| s.exact_norm().is_some()))
+                .then(|| Barriers::before(&site.stages, m)),
             outputs: (0..m).map(|_| Vec::new()).collect(),
             output_gradients: Vec::new(),
             tally: Tally::default(),
@@ -280,7 +281,7 @@ impl WorkerRun {
             waiting.note(&input);
         }
         self.timeline.begin()?;
-        let input = self.hold_at_barrier(site, at, input)?;
+        let input = self.held(site, at, input)?;
         let output = if !self.job.mode.trains() {
             let output = self.run_lent(site, at, i, input)?;
             return self.hand_on(site, at, action, output, |_| false).map(drop);
@@ -366,7 +367,7 @@ impl WorkerRun {
             HeldInput::Host(transfers) => self.bring_back(site, at, i, &transfers)?,
         };
         self.timeline.begin()?;
-        let held = self.hold_at_barrier(site, at, held)?;
+        let held = self.held(site, at, held)?;
         let input = held.share();
         // With a closure at the end the forward was skipped: this is the first run, and statistics count
         // it.
@@ -380,6 +381,14 @@ impl WorkerRun {
         let (output, generation) = (Some(output), site.generation(at));
         self.kept[at][i] = Some(HeldMicroBatch { input, output, generation });
         self.timeline.end(action)
+    }
+
+    /// Adds the normalising statistics to a stage's input, where a barrier holds it.
+    fn held(&mut self, site: &Site, at: usize, input: Boundary) -> Result<Boundary> {
+        match &mut self.barriers {
+            Some(barriers) => barriers.hold(site, at, input),
+            None => Ok(input),
+        }
     }
 
     fn rng(&self, i: usize) -> StepRng {

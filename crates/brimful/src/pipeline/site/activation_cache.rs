@@ -15,8 +15,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use brimful_torch::stream::{Event, Stream};
-use tch::Device;
+use brimful_torch::stream::Event;
 
 use super::stage::Boundary;
 use crate::Result;
@@ -29,37 +28,6 @@ use brimful_plan::schedule::Awaited;
 /// Largest number of sixteenths of all memory that stay free for fragmentation. At 16, nothing is cached on
 /// the device.
 const ALL_APART: u64 = 16;
-
-/// Number of actions that the host may be ahead of the device.
-const AHEAD: usize = 3;
-
-/// Events after the last few actions, which keep the host from running far ahead of the device: memory that
-/// an action frees can be used again only once the device has done it.
-#[derive(Debug)]
-pub(crate) struct HostLead {
-    device: Device,
-    reached: VecDeque<Event>,
-}
-
-impl HostLead {
-    pub(crate) fn new(device: Device) -> Self {
-        Self { device, reached: VecDeque::new() }
-    }
-
-    /// Waits until the device is at most a few actions behind.
-    pub(crate) fn keep(&mut self) -> Result<()> {
-        if self.device == Device::Cpu {
-            return Ok(());
-        }
-        if self.reached.len() == AHEAD
-            && let Some(earliest) = self.reached.pop_front()
-        {
-            earliest.synchronize()?;
-        }
-        self.reached.push_back(Event::after(Stream::current(self.device)?)?);
-        Ok(())
-    }
-}
 
 /// Transfers to the host in flight, the earliest first. Their memory cannot be used again before they
 /// arrive, though the allocator counts it as free once the tensor is dropped.

@@ -4,14 +4,15 @@ mod activation_cache;
 mod blueprint;
 mod stage;
 
-pub(crate) use activation_cache::{ActivationCache, HostLead, InFlight, StepExtent};
+pub(crate) use activation_cache::{ActivationCache, InFlight, StepExtent};
 pub(crate) use blueprint::{Blueprint, StageBuild};
 pub(crate) use stage::{Boundary, Stage, leaves};
 use std::cell::{Cell, RefCell};
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use brimful_torch::foreach;
+use brimful_torch::stream::{Event, Stream};
 use tch::{Device, Tensor};
 
 use crate::Result;
@@ -25,6 +26,9 @@ use crate::step::NonFinitePolicy;
 use crate::streams::CopyStreams;
 use crate::update::OptimizerPart;
 use brimful_plan::schedule::{Action, Location, StageId, StageLocation, Transfer, Transfers};
+
+/// Number of actions that the host may be ahead of the device.
+const AHEAD: usize = 3;
 
 /// Device and stages of a worker, with all that its steps run on.
 #[derive(Debug)]
@@ -260,5 +264,33 @@ impl Recomputing {
 impl Drop for Recomputing {
     fn drop(&mut self) {
         RECOMPUTING.set(false);
+    }
+}
+
+/// Events after the last few actions, which keep the host from running far ahead of the device: memory that
+/// an action frees can be used again only once the device has done it.
+#[derive(Debug)]
+struct HostLead {
+    device: Device,
+    reached: VecDeque<Event>,
+}
+
+impl HostLead {
+    fn new(device: Device) -> Self {
+        Self { device, reached: VecDeque::new() }
+    }
+
+    /// Waits until the device is at most a few actions behind.
+    fn keep(&mut self) -> Result<()> {
+        if self.device == Device::Cpu {
+            return Ok(());
+        }
+        if self.reached.len() == AHEAD
+            && let Some(earliest) = self.reached.pop_front()
+        {
+            earliest.synchronize()?;
+        }
+        self.reached.push_back(Event::after(Stream::current(self.device)?)?);
+        Ok(())
     }
 }
