@@ -142,8 +142,11 @@ impl MicroBatcher {
                                 Some(choice) => choice.of(micro_batch),
                                 None => Ok(micro_batch),
                             };
-                            let ran = formatted.and_then(|batch| pass.run(batch, &weight, f));
-                            ran.map(|()| MicroBatchRun::PLAINLY)
+                            match formatted {
+                                Ok(batch) => pass.run(batch, &weight, f),
+                                Err(error) => Err(error),
+                            }
+                            .map(|()| MicroBatchRun::PLAINLY)
                         }
                     };
                     if ran.is_ok() && self.state.non_finite == NonFinitePolicy::RefuseGradients {
