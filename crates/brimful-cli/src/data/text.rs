@@ -59,7 +59,7 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
     let (all, test) = (tokens.len(), tokens.len() / 10);
     let length = length as u64;
-    // The shorter part needs one sequence and one token more, as its last target.
+    // The shorter part, for tests, needs one sequence, and one more token: the target of the sequence's last token.
     ensure!(test > length, ShortText { tokens: all, length });
     let windows = |first, end| TokenWindows {
         tokens: tokens.clone(),

@@ -64,7 +64,7 @@ pub const RECOMPUTE: &str = "Activation recomputation: never, except-last, alway
 pub(crate) const RECOMPUTE_LONG: &str = "\
     Activation recomputation: never, except-last, always. A stage that recomputes keeps only its input, and reruns its \
     forward before its backward. With `except-last`, a micro-batch whose backward directly follows its forward, such as \
-    the last one, is not recomputed. Offloaded stages always recompute";
+    the last one, is not recomputed. Offloaded stages always recompute, whatever this flag says";
 
 pub const EPOCHS: &str = "Number of epochs";
 

@@ -48,7 +48,7 @@ pub enum PlanError {
 
 /// Device that would need more memory than it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error, Serialize)]
-#[error("device {device} needs {} of {}", Bytes(*.needed), Bytes(*.memory))]
+#[error("device {device} needs {}, but has {}", Bytes(*.needed), Bytes(*.memory))]
 pub struct Misfit {
     /// Number of the device.
     pub device: DeviceId,

@@ -90,11 +90,11 @@ impl Schedule {
         matches!(self, Self::Auto | Self::AutoInterleaved { .. } | Self::AutoV)
     }
 
-    /// Returns the named schedules with the same placement, the one that holds the fewest activations first. For a
-    /// named schedule, returns only this schedule.
+    /// Returns the named schedules that place stages as this automatic schedule does, the one that holds the fewest
+    /// activations first. For a named schedule, returns only this schedule.
     pub(crate) fn alike(self) -> Vec<Self> {
         match self {
-            // Interleaved with one stage per device is 1F1B that runs ahead twice as far.
+            // Interleaved with one stage per device is 1F1B with twice as many forwards before the first backward.
             Self::Auto => vec![
                 Self::OneFOneB,
                 Self::GPipe,

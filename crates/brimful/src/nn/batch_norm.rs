@@ -232,7 +232,8 @@ impl BatchNorm {
         Self { relu: true, ..self }
     }
 
-    /// Returns the statistics that normalise this input, or those that it updates.
+    /// Returns the statistics that normalise the input, and those that it updates: in evaluation, or if the layer is
+    /// frozen, the running statistics, unchanged; in training, the input's or the mini-batch's own.
     fn movement(&self, input: &Tensor, train: bool) -> Result<Movement> {
         let shape = input.size();
         let channels = self.channels;

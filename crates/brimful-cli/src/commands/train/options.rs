@@ -347,7 +347,7 @@ pub(crate) struct Stages {
     #[arg(help = format!("{} [default: 1f1b]", words::SCHEDULE))]
     #[arg(long_help = format!("{} [default: 1f1b; with --offload all, breadth-first]", words::SCHEDULES))]
     pub(crate) schedule: Option<Schedule>,
-    /// Write a timeline for ui.perfetto.dev: of the last step
+    /// Write a timeline of the last step, for ui.perfetto.dev
     #[arg(long, value_name = "FILE", help_heading = "Output", hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
 }
@@ -419,7 +419,7 @@ pub struct RunFiles {
     /// unless PATH ends in .safetensors. Until the run is done, the folder also holds the file that --resume needs
     #[arg(long, value_name = "PATH")]
     pub(crate) save: Option<PathBuf>,
-    /// Save every N steps too, while the next step runs
+    /// Also save every N steps, in the background
     #[arg(long, value_name = "N", value_parser = words::count, requires = "save")]
     #[arg(hide_short_help = true)]
     pub(crate) save_every: Option<usize>,

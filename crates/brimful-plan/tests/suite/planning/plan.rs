@@ -160,7 +160,7 @@ fn what_does_not_fit_says_why() {
     assert!(!gpipe.fits);
     // 8 micro-batches of 8 samples: four layers' activations and an eighth for the input; gradients, their
     // sums, and those of a micro-batch beside them.
-    assert_eq!(gpipe.misfits[0].to_string(), "device 0 needs 305 MiB of 100 MiB");
+    assert_eq!(gpipe.misfits[0].to_string(), "device 0 needs 305 MiB, but has 100 MiB");
     let fits: Vec<_> = plan.rows.iter().map(|row| row.fits).collect();
     assert!(fits.is_sorted_by(|a, b| a >= b), "what fits comes first");
 }
