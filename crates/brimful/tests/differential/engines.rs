@@ -72,8 +72,17 @@ pub enum Living {
     OnHost,
     /// Every other stage.
     Mixed,
-    /// As planned for a small device, or all on the host if no plan can be made.
-    Planned,
+    /// As planned for small devices, or all on the host if no plan can be made.
+    Planned(Given),
+}
+
+/// Settings that a plan for offload has to keep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Given {
+    Nothing,
+    Schedule,
+    /// Uneven, with the schedule.
+    Balance,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -103,7 +112,8 @@ pub fn engine() -> impl Strategy<Value = Engine> {
         3 => Just(Living::OnDevices),
         2 => Just(Living::OnHost),
         1 => Just(Living::Mixed),
-        1 => Just(Living::Planned),
+        1 => Just(Living::Planned(Given::Nothing)),
+        1 => prop_oneof![Just(Given::Schedule), Just(Given::Balance)].prop_map(Living::Planned),
     ];
     // Most custom lists run without recompute, because graphs that are kept are more error-prone.
     let kept = prop_oneof![2 => Just(0usize), 1 => 0usize..3];
@@ -628,20 +638,32 @@ impl Piped {
                 Offload::Each((0..stages).map(location).collect())
             }
             // A plan has a schedule of its own.
-            Living::Planned if here * ranks > 1 || own_list.is_some() || setup.model.is_exact() => {
-                Offload::Host
-            }
-            Living::Planned => Offload::Auto { gpu: Some(PLANNED_BYTES), host: None },
+            Living::Planned(_) if ranks * replicas > 1 || own_list.is_some() => Offload::Host,
+            Living::Planned(_) => Offload::Auto { gpu: Some(PLANNED_BYTES), host: None },
         };
-        let builder = Pipeline::builder(layers)
-            .devices((0..here).map(|number| device(number, &arenas)))
-            .schedule(schedule)
+        let is_auto = matches!(locations, Offload::Auto { .. });
+        let count = layers.len();
+        let builder =
+            Pipeline::builder(layers).devices((0..here).map(|number| device(number, &arenas)));
+        let builder = match living {
+            Living::Planned(Given::Nothing) if is_auto => builder,
+            Living::Planned(Given::Balance) if is_auto => {
+                // All layers that are left over go to the last stage.
+                let mut balance = vec![1; stages];
+                balance[stages - 1] += count - stages;
+                builder.schedule(schedule).balance(balance)
+            }
+            _ => builder.schedule(schedule),
+        };
+        // Suggests another number of micro-batches than the one that is set.
+        let samples = 3 * setup.cut.usual_count() - 1;
+        let builder = builder
             .recompute(Recompute::ALL[*recompute])
             .replicas(if deals { ranks } else { *replicas })
             .micro_batches(setup.cut.size())
             .kind(setup.kind)
             .offload(locations)
-            .sample((&sample.x, &sample.x), |out, _| out.sum(out.kind()), setup.cut.usual_count())
+            .sample((&sample.x, &sample.x), |out, _| out.sum(out.kind()), samples)
             .non_finite(setup.non_finite())
             .world(setup.world);
         let updates_in_backward = *updates_in_backward
