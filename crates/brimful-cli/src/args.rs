@@ -151,7 +151,8 @@ impl CommandLine for BrimfulArgs {
     }
 
     fn run(&self) -> Result<Exit> {
-        // `sleep_soon` restarts the program, which then reads the config again. A pipe can be read only once.
+        // `sleep_soon` restarts the program, which then reads the config file again. A config from a pipe can be
+        // read only once, so with a pipe the program does not restart.
         if self.command.computes() && self.global.config.as_ref().is_none_or(|path| path.is_file())
         {
             command_line::sleep_soon();
@@ -226,7 +227,8 @@ mod tests {
         let given: Vec<_> = pages.into_iter().flat_map(str::lines).filter_map(line).collect();
         assert!(given.len() > 10, "{given:?}");
         for line in given {
-            // Any existing folder stands for a model's folder, which the commands before it would have made.
+            // Earlier commands of the guide make the folders of models. Here `.`, which exists, stands for such a
+            // folder.
             let folders = ["examples/tiny-llama", "tiny"];
             let there = |word| if folders.contains(&word) { "." } else { word };
             let words = ["brimful"].into_iter().chain(line.split_whitespace().map(there));

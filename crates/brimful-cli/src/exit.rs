@@ -1,7 +1,7 @@
-//! Ends of the program: exit codes, few and each with one meaning, and requests to end early.
+//! Exit codes of the program, and requests to end it early.
 //!
-//! The first Ctrl-C or SIGTERM ends the run after the current step, the second at once. A closed output ends it after
-//! the current step too.
+//! The first Ctrl-C or SIGTERM ends the run after the current step, the second one at once. A closed standard
+//! output also ends the run after the current step.
 
 use std::convert::Infallible;
 use std::panic::resume_unwind;
@@ -19,7 +19,7 @@ use signal_hook::iterator::Signals;
 
 use crate::{output, progress};
 
-/// Section of `--help` and the man page about the codes.
+/// Section about the exit codes, in `--help` and in the man page.
 pub const CODES: &str = "\
 Exit codes:
   0    done
@@ -106,8 +106,8 @@ pub fn wrong_use(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::WrongUse, text: text.into() }.into()
 }
 
-/// Turns an error of reading data or a model's folder into one of wrong use, unless the system failed or memory ran
-/// out.
+/// Turns an error in reading data or a model's folder into an error of wrong use. Leaves an I/O error unchanged,
+/// and an error that has a code other than [`Exit::Failed`], such as out of memory.
 pub(crate) fn wrong_content(error: anyhow::Error) -> anyhow::Error {
     let is_of_system = error.chain().any(|cause| cause.is::<std::io::Error>());
     match is_of_system || Exit::of(&error) != Exit::Failed {
@@ -116,7 +116,8 @@ pub(crate) fn wrong_content(error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// Returns from the function with an error of wrong use in these words, unless the condition holds.
+/// Checks a condition. If it is false, returns from the calling function with an error of wrong use in these
+/// words.
 macro_rules! ensure_use {
     ($is_right:expr, $($words:tt)+) => {
         if !$is_right {
@@ -126,7 +127,7 @@ macro_rules! ensure_use {
 }
 pub(crate) use ensure_use;
 
-/// Fails if one of these flags was given. `purpose` says what the flags are for.
+/// Fails if one of these flags is given: if its `bool` is true. The error says that the flag is for `purpose`.
 pub(crate) fn ensure_unsaid(flags: &[(&str, bool)], purpose: &str) -> anyhow::Result<()> {
     match flags.iter().find(|(_, is_said)| *is_said) {
         Some((flag, _)) => Err(wrong_use(format!("--{flag} is for {purpose}"))),
@@ -149,7 +150,8 @@ pub fn ran_out(error: &anyhow::Error) -> bool {
     error.chain().any(tells_of_memory)
 }
 
-/// Returns whether an error means out of memory: an error of the library, of tch, or another one around it.
+/// Returns whether an error means out of memory. The library's errors carry the answer; the text of any other
+/// error tells.
 fn tells_of_memory(cause: &(dyn std::error::Error + 'static)) -> bool {
     match cause.downcast_ref::<Error>() {
         Some(error) => error.out_of_memory().is_some(),
@@ -157,7 +159,7 @@ fn tells_of_memory(cause: &(dyn std::error::Error + 'static)) -> bool {
     }
 }
 
-/// Runs a command. Turns a panic over memory, as in tch's infallible calls, into an error like any other.
+/// Runs a command. Turns an out-of-memory panic, which tch's infallible calls can raise, into an ordinary error.
 pub(crate) fn without_panic(run: impl FnOnce() -> anyhow::Result<Exit>) -> anyhow::Result<Exit> {
     match internal::catch(|| Ok::<_, Infallible>(run())) {
         Ok(outcome) => outcome,
@@ -169,7 +171,7 @@ pub(crate) fn without_panic(run: impl FnOnce() -> anyhow::Result<Exit>) -> anyho
 
 /// True once the running command can be asked to end.
 static LISTENS: AtomicBool = AtomicBool::new(false);
-/// Signal that asked for the end, or 0.
+/// Number of the signal that asked the run to end, or 0.
 static SIGNAL: AtomicU8 = AtomicU8::new(0);
 
 /// Listens for signals until the process ends.
@@ -194,7 +196,7 @@ pub(crate) fn listen_for_signals() -> Result<()> {
     Ok(())
 }
 
-/// Returns the exit code if a signal asked for the end.
+/// Returns [`Exit::Interrupted`] if a signal or a closed output asked the run to end.
 pub(crate) fn asked() -> Option<Exit> {
     match SIGNAL.load(Ordering::Relaxed) {
         0 => None,
@@ -202,19 +204,19 @@ pub(crate) fn asked() -> Option<Exit> {
     }
 }
 
-/// Asks for the end because the output has no reader. Returns whether the running command then ends in order, with
-/// its progress saved.
+/// Asks the run to end because standard output has no reader. Returns false if the running command does not listen
+/// for requests; the caller must then end the process.
 pub(crate) fn ask_unread() -> bool {
     let listens = LISTENS.load(Ordering::Relaxed);
     if listens {
-        // Keeps the first request.
+        // If a signal asked earlier, its exit code stays.
         let _ = SIGNAL.compare_exchange(0, SIGPIPE as u8, Ordering::Relaxed, Ordering::Relaxed);
     }
     listens
 }
 
-/// Turns a file that outgrows the shell's limit (`ulimit -f`) into an error of the write, instead of a signal that
-/// kills the process.
+/// Makes a write beyond the shell's limit on file sizes (`ulimit -f`) fail with an error. Without this call, a
+/// signal would kill the process.
 pub(crate) fn survive_file_limits() -> Result<()> {
     flag::register(SIGXFSZ, Arc::default())?;
     Ok(())

@@ -20,7 +20,7 @@ pub(crate) enum FileUse {
     Reads,
     /// Writes a file.
     Writes,
-    /// Writes a folder, replacing all of an existing one.
+    /// Writes a folder, which replaces an existing folder with all its content.
     WritesFolder,
 }
 
@@ -31,7 +31,7 @@ pub(crate) struct FlagFile {
     pub(crate) flag: &'static str,
     pub(crate) path: PathBuf,
     pub(crate) purpose: FileUse,
-    /// True if existing content must stay.
+    /// True if existing content must not be overwritten.
     pub(crate) is_new: bool,
 }
 
@@ -41,13 +41,13 @@ pub(crate) fn read(flag: &'static str, path: Option<impl Into<PathBuf>>) -> Opti
     path.map(|path| FlagFile { flag, path: path.into(), purpose, is_new: false })
 }
 
-/// Returns the file or folder that `--data` names, if there is one: the name of shipped or synthetic data conflicts
-/// with nothing.
+/// Returns the file or folder that `--data` names, if it exists. The name of shipped or synthetic data is no path,
+/// so it conflicts with no output.
 pub(crate) fn read_data(data: &str) -> Option<FlagFile> {
     read("--data", Some(data).filter(|data| Path::new(data).exists()))
 }
 
-/// Returns the file that a flag names for writing, over existing content, if given.
+/// Returns the file that a flag names for writing, if given. The file may have content, which is overwritten.
 pub(crate) fn written(flag: &'static str, path: Option<impl Into<PathBuf>>) -> Option<FlagFile> {
     read(flag, path).map(|file| FlagFile { purpose: FileUse::Writes, ..file })
 }
@@ -80,7 +80,8 @@ impl FlagFile {
         Ok(())
     }
 
-    /// Refuses an output that is an input or another output, is within one, or contains one.
+    /// Refuses an output that is also an input or another output, that lies within one of these, or that is a
+    /// folder around an input.
     fn check_beside(&self, other: &Self) -> Result<()> {
         let (Some(own), Some(others)) = (place(&self.path), place(&other.path)) else {
             return Ok(());
@@ -89,7 +90,8 @@ impl FlagFile {
         // A new file within a folder that is read conflicts with nothing.
         let is_taken = other.purpose != FileUse::Reads || own.exists();
         let is_in = own != others && own.starts_with(&others) && is_taken;
-        // An input within a replaced folder conflicts. An output within it is reported by its own check.
+        // An input within a replaced folder conflicts. An output within a replaced folder is reported when that
+        // output is checked.
         let is_replaced = self.purpose == FileUse::WritesFolder && other.purpose == FileUse::Reads;
         let is_around = own != others && others.starts_with(&own) && is_replaced;
         let hit = own == others || is_in || is_around;
@@ -162,7 +164,7 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     folder.unwrap_or(Path::new("."))
 }
 
-/// Locks a file until it is closed: two programs would mix up their lines.
+/// Locks a file until it is closed, because two programs that write to the file would mix up their lines.
 pub(crate) fn claim(file: &File) -> Result<()> {
     let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
     ensure!(!is_taken, "another program writes it now: name another file");
@@ -199,7 +201,8 @@ impl ClaimedPlace {
 
 impl Drop for ClaimedPlace {
     fn drop(&mut self) {
-        // Removes the file while it is still locked. A file that stays behind does no harm: closed, it locks nothing.
+        // Removes the lock file while it is still locked. If the removal fails, the file does no harm: once it is
+        // closed, it locks nothing.
         let _ = fs::remove_file(&self.path);
     }
 }

@@ -1,6 +1,7 @@
 //! Implementation of the program `brimful`. It is not meant to be built on: the library is [`brimful`].
 //!
-//! Its public items serve only this project's benchmarks, a separate program with the same flags, models and data.
+//! Only this project's benchmarks use the public items. The benchmarks are a separate program, `brimful-bench`,
+//! which shares flags, models and data with `brimful`.
 
 #![deny(unsafe_code)]
 

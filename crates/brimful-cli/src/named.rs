@@ -19,7 +19,7 @@ pub(crate) struct Comparison {
     missing: Vec<String>,
     left_over: Vec<String>,
     misshapen: Vec<String>,
-    /// Integers and f8, which are no weights without their scales.
+    /// Tensors of integers or 8-bit floats: quantized weights, which need scales to be used.
     mistyped: Vec<String>,
 }
 

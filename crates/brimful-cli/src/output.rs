@@ -12,13 +12,13 @@ use serde::Serialize;
 use crate::exit::{self, has_exit, ran_out};
 use crate::progress;
 
-/// Prints a report, as a line of JSON if asked for, else as text.
+/// Prints a report: as a line of JSON if `json` is true, else as text.
 pub fn report(report: &(impl Display + Serialize), json: bool) -> Result<()> {
     if json { line(&serde_json::to_string(report)?) } else { line(&report.to_string()) }
 }
 
-/// Prints a line to standard output. If the reader has closed it, as `head` does, the program ends quietly; a
-/// training first saves its progress.
+/// Prints a line to standard output. If the reader has closed the pipe, as `head` does, the program exits quietly.
+/// A training run first finishes its step, and saves its progress if `--save` is given.
 pub fn line(text: &str) -> Result<()> {
     piece(&format!("{}\n", text.trim_end()))
 }
@@ -53,7 +53,7 @@ fn fitted(line: &str, width: usize) -> String {
     }
 }
 
-/// Prints a text to standard output as it is, and flushes.
+/// Prints a text unchanged to standard output, and flushes.
 pub(crate) fn piece(text: &str) -> Result<()> {
     progress::aside(|| {
         let mut out = io::stdout().lock();
@@ -77,7 +77,7 @@ pub fn colored() -> bool {
     io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
-/// Prints an error to standard error: in one line, or with all details.
+/// Prints an error to standard error: in one line, or with every cause if `verbose` is true.
 pub(crate) fn complain(program: &str, error: &anyhow::Error, verbose: bool) {
     let text = causes(error);
     let mut lines = text.lines();
@@ -94,7 +94,7 @@ pub(crate) fn complain(program: &str, error: &anyhow::Error, verbose: bool) {
     progress::say(&message);
 }
 
-/// Writes a number with its unit, in the plural unless it is 1.
+/// Formats a count with its unit. The unit gets a plural `s` unless the count is 1.
 pub(crate) fn numbered(count: usize, unit: &str) -> String {
     match count {
         1 => format!("1 {unit}"),
@@ -102,11 +102,11 @@ pub(crate) fn numbered(count: usize, unit: &str) -> String {
     }
 }
 
-/// Remedy for memory that ran out, unless the command knows a better one.
+/// Remedy in an out-of-memory error, unless the command gives a better remedy.
 const SMALLER: &str = "brimful COMMAND --help has the flags that save memory, such as --dtype bf16";
 
-/// Joins an error and its causes in one sentence, without causes that an outer error repeats. If memory ran out, the
-/// program's remedy replaces the library's.
+/// Joins an error and its causes in one sentence. Leaves out a cause whose text an outer error already contains.
+/// If memory ran out, the program's remedy replaces the library's remedy.
 pub fn causes(error: &anyhow::Error) -> String {
     let said = causes_alone(error);
     let root = internal::without_remedy(&error.root_cause().to_string());
@@ -116,7 +116,7 @@ pub fn causes(error: &anyhow::Error) -> String {
     }
 }
 
-/// Joins an error and its causes as [`causes`], without a remedy for memory.
+/// Joins an error and its causes as [`causes`] does, but adds no remedy for a lack of memory.
 pub(crate) fn causes_alone(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |said, cause| {
         let cause = internal::without_remedy(&cause.to_string());

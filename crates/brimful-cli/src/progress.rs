@@ -1,4 +1,5 @@
-//! Standard error: progress of long work, as a bar on a terminal and elsewhere a line now and then, and the library's log.
+//! Output to standard error: the library's log, and the progress of long work. On a terminal, progress is a bar;
+//! elsewhere, it is a line every ten seconds.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,9 +20,9 @@ use tracing_subscriber::util::SubscriberInitExt;
 static SCREEN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 /// True if progress is switched off.
 static QUIET: AtomicBool = AtomicBool::new(false);
-/// Time between two lines without a terminal.
+/// Time between two lines of progress if there is no terminal.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
-/// Time between two updates of a bar within a step.
+/// Shortest time between two updates of a bar within a step.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(200);
 
 /// Switches progress off.
@@ -29,26 +30,26 @@ pub(crate) fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
 
-/// Runs a function that writes to the terminal, with the bars out of the way.
+/// Hides the bars while a function writes to the terminal.
 pub(crate) fn aside<T>(write: impl FnOnce() -> T) -> T {
     SCREEN.suspend(write)
 }
 
 /// Prints a line to standard error, above the bars.
 pub fn say(text: &str) {
-    // Written in one piece, so that lines of other processes do not mix in. If even this fails, nothing is left to
-    // do.
+    // A single write keeps lines of other processes from mixing in. If the write fails, no output is left to
+    // report the error to.
     aside(|| drop(io::stderr().write_all(format!("{text}\n").as_bytes())));
 }
 
-/// Prints a line to standard error if no bar shows the same.
+/// Prints a line to standard error where no bar can be drawn, unless progress is switched off.
 pub fn note(text: &str) {
     if SCREEN.is_hidden() && !QUIET.load(Ordering::Relaxed) {
         say(text);
     }
 }
 
-/// Begins the progress of measuring so many layers, and returns the function that counts them.
+/// Starts the progress of measuring `layers` layers. Returns a function that is called with each measured layer.
 pub fn begin_measuring(layers: usize, device: Device) -> impl FnMut(&LayerCost) {
     note(&format!(
         "brimful: measuring time and memory of {layers} layers on {}",
@@ -66,7 +67,7 @@ pub fn begin_measuring(layers: usize, device: Device) -> impl FnMut(&LayerCost) 
 pub struct Progress(Ticker);
 
 impl Progress {
-    /// Starts the progress of `length` units, shown at once.
+    /// Starts and shows the progress of `length` units of work.
     pub fn new(length: usize, unit: &'static str) -> Self {
         let bar = ProgressBar::new(length as u64).with_style(style());
         let quiet = QUIET.load(Ordering::Relaxed);
@@ -76,13 +77,13 @@ impl Progress {
         let ticker = Ticker { bar, unit, shown: Arc::new(shown) };
         ticker.show();
         if !ticker.bar.is_hidden() {
-            // Follows a change of the terminal's width during a long step too.
+            // Redraws the bar during a long step, so that it follows a change of the terminal's width.
             ticker.bar.enable_steady_tick(Duration::from_millis(500));
         }
         Self(ticker)
     }
 
-    /// Starts the count at `done` units, which were done before.
+    /// Starts the count at `done` units, which are done already.
     pub(crate) fn starting_at(self, done: usize) -> Self {
         self.0.bar.set_position(done as u64);
         self.0.bar.reset_eta();
@@ -95,7 +96,7 @@ impl Progress {
         self.0.clone()
     }
 
-    /// Shows what is being done, besides rate and time.
+    /// Shows a description of the current work beside the speed and the time left.
     pub fn doing(&self, what: String) {
         self.0.shown().doing = what;
         self.0.show();
@@ -144,7 +145,7 @@ impl Ticker {
     /// Counts `units` more units.
     pub(crate) fn advance(&self, units: usize) {
         self.bar.inc(units as u64);
-        // This runs at every micro-batch, and a line that changes that often is unreadable.
+        // A line that changed at every micro-batch would be unreadable.
         if self.shown().told.elapsed() >= BETWEEN_LOOKS {
             self.tell();
         }
@@ -152,7 +153,7 @@ impl Ticker {
 
     fn tell(&self) {
         self.shown().told = Instant::now();
-        // The first call updates rate and time left, the second shows them.
+        // The first call makes the bar update speed and time left. The second call shows the new values.
         self.show();
         self.show();
         let is_due = self.shown().said.elapsed() >= BETWEEN_LINES;
@@ -170,7 +171,7 @@ impl Ticker {
         self.bar.set_message(self.line("/"));
     }
 
-    /// Formats count, rate, time left and the current work.
+    /// Formats the count, the speed, the time left and the current work.
     fn line(&self, of: &str) -> String {
         let Self { bar, unit, .. } = self;
         format!(
@@ -184,12 +185,13 @@ impl Ticker {
     }
 }
 
-/// Style with a short bar and a line that ends with the terminal's width: a wrapped line could not be erased.
+/// Returns the style: a short bar, and a text that is cut at the terminal's width, because a wrapped line could
+/// not be erased.
 fn style() -> ProgressStyle {
     ProgressStyle::with_template("{bar:10} {wide_msg}").expect("the template is right")
 }
 
-/// Formats a rate, with decimals if it is slow.
+/// Formats a speed; a low speed gets decimals.
 fn rate(per_second: f64, unit: &str) -> String {
     let decimals = if per_second < 10.0 { 2 } else { 0 };
     format!("{per_second:.decimals$} {unit}/s")
@@ -204,7 +206,8 @@ fn rounded(time: Duration) -> String {
     }
 }
 
-/// Starts to print the library's log above the bars: warnings in plain words, or if `verbose` everything unchanged.
+/// Starts to print the library's log above the bars. If `verbose` is true, prints the log unchanged, down to level
+/// DEBUG; else prints only warnings, in plain words.
 pub(crate) fn print_log(verbose: bool) {
     let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::WARN };
     let ours = Targets::new().with_target("brimful", level);
@@ -223,7 +226,7 @@ pub(crate) fn print_log(verbose: bool) {
     tracing_subscriber::registry().with(ours).with(lines).init();
 }
 
-/// Writer to standard error that moves the bars out of the way. A log line comes in one piece.
+/// Writer to standard error that hides the bars while it writes. Each write is a whole log line.
 struct Aside {
     /// Prefix of every line.
     before: &'static str,

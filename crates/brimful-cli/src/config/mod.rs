@@ -1,4 +1,5 @@
-//! Flags from a TOML file. They become words of the command line, so that flags are defined in one place.
+//! Flags from a TOML file. Each becomes a word of the command line, so that clap's definitions of the flags apply
+//! to the file too.
 //!
 //! ```toml
 //! [train]
@@ -10,9 +11,9 @@
 //! stages = 4
 //! ```
 //!
-//! These words are appended to the command line. A flag is left out if the command line sets it, or sets one that
-//! conflicts with it; `--json=false` leaves out a switch. Flags of a resumed run are appended in the same way, after
-//! the file's.
+//! These words are appended to the command line. A flag of the file is left out if the command line sets that flag
+//! or a conflicting flag. `--json=false` on the command line leaves out the file's switch `json`. The flags of a
+//! resumed run are appended after the flags of the file, by the same rules.
 
 pub(crate) mod run_flags;
 mod value;
@@ -34,12 +35,13 @@ use crate::setting::words::nearest;
 /// Flags that a file cannot set.
 const NOT_IN_FILES: [&str; 3] = ["config", "help", "version"];
 
-/// Parses the command line, with the flags of the config file that it names and those of the run that it resumes.
+/// Parses the command line, together with the flags of the config file that it names and the flags of the run that
+/// it resumes.
 pub(crate) fn matches(mut command: Command, words: Vec<OsString>) -> Result<ArgMatches> {
     refuse_old_names(&command, &words)?;
     let (off, mut words): (Vec<OsString>, Vec<OsString>) =
         words.into_iter().partition(|word| switched_off(word).is_some_and(|n| has(&command, n)));
-    // A missing flag may be in a file, so only the last parse is strict.
+    // A required flag may come from a file, so only the last parse is strict.
     let look = |command: &Command, words: &[OsString]| {
         command.clone().ignore_errors(true).try_get_matches_from(words)
     };
@@ -114,8 +116,8 @@ impl ConfigFile<'_> {
         Ok(flags)
     }
 
-    /// Reads the section of a command and of its subcommands. `looked` holds the command line's matches for it, if it
-    /// is the command that runs.
+    /// Reads the section of a command, and the sections of its subcommands. `looked` holds the command's matches
+    /// on the command line, or none if another command runs.
     fn section(
         &self,
         command: &Command,
@@ -204,7 +206,7 @@ fn in_files(command: &Command) -> impl Iterator<Item = &Arg> {
 fn is_overruled(command: &Command, arg: &Arg, looked: &ArgMatches) -> bool {
     let is_told = |arg: &&Arg| {
         let id = arg.get_id().as_str();
-        // Matches of a subcommand know only its own flags.
+        // A subcommand's matches know only the subcommand's flags.
         looked.try_contains_id(id).is_ok()
             && looked.value_source(id) == Some(ValueSource::CommandLine)
     };
@@ -217,7 +219,7 @@ fn is_overruled(command: &Command, arg: &Arg, looked: &ArgMatches) -> bool {
         .any(|told| told.get_id() == arg.get_id() || excludes(told, arg) || excludes(arg, told))
 }
 
-/// Old and new names.
+/// Old and new names of the flags that were renamed.
 const RENAMED: [(&str, &str); 9] = [
     ("bus", "host-link"),
     ("follow-backward", "update-in-backward"),
@@ -230,12 +232,12 @@ const RENAMED: [(&str, &str); 9] = [
     ("replay", "cuda-graphs"),
 ];
 
-/// Returns the new name of a flag.
+/// Returns the new name of a renamed flag.
 pub(super) fn new_name(old: &str) -> Option<&'static str> {
     RENAMED.iter().find(|(name, _)| *name == old).map(|(_, new)| *new)
 }
 
-/// Returns the name that a flag had before.
+/// Returns the old name of a renamed flag.
 pub(super) fn old_name(new: &str) -> Option<&'static str> {
     RENAMED.iter().find(|(_, name)| *name == new).map(|(old, _)| *old)
 }

@@ -1,4 +1,4 @@
-//! Flags that a run stores in its file, and those that a resumed run takes from there.
+//! Flags that a run stores in its file, and flags that a resumed run takes over from that file.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,8 +13,8 @@ use super::{Flag, in_files, is_overruled, old_name};
 use crate::commands::train::{TrainOptions, place_of_run};
 use crate::saved_weights::{EPOCH, FLAGS, run_file};
 
-/// Lists the flags of the run that `--resume` names, except those that the command line overrules. `--save` is the path
-/// that the run was saved to.
+/// Lists the flags of the run that `--resume` names, except flags that the command line overrules. Sets `--save`
+/// to the path that the run was saved to.
 pub(super) fn flags_of_run(root: &Command, looked: &ArgMatches) -> Vec<Flag> {
     let run =
         looked.subcommand().and_then(|(name, looked)| Some((root.find_subcommand(name)?, looked)));
@@ -45,14 +45,14 @@ fn flag(arg: &Arg, told: &Metadata) -> Option<Flag> {
     Some(Flag { name: name.to_owned(), word: word.into(), line: 0 })
 }
 
-/// Returns the options that a resumed run must share with its first one.
+/// Returns the options that a resumed run must share with the run that it resumes.
 pub(crate) fn shared_metadata(options: &TrainOptions) -> Metadata {
     let told = shared(options).into_iter();
     told.filter_map(|(flag, text)| Some((flag.to_owned(), text?))).collect()
 }
 
-/// Lists the options that a resumed run must share, in the order of comparison; `None` for an option that was not
-/// given.
+/// Lists the options that a resumed run must share, in the order of comparison. An option that was not given has
+/// no value.
 pub(crate) fn shared(options: &TrainOptions) -> [(&'static str, Option<String>); 19] {
     fn said(value: Option<impl ToString>) -> Option<String> {
         value.map(|value| value.to_string())
@@ -89,16 +89,17 @@ pub(crate) fn shown(flag: &str, text: Option<&str>) -> String {
     }
 }
 
-/// Flags of one command line only: they say how the run starts, where it saves, and what it prints.
+/// Flags that a resumed run does not take over: they say how a run starts, where it saves, and what it prints.
 const NOT_TAKEN_OVER: [&str; 8] =
     ["config", "init", "init-partial", "overwrite", "quiet", "resume", "save", "verbose"];
 
-/// Flags by name, each with its value as given.
+/// Flags that the command line gives, by name, each with its value as text.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct GivenFlags(BTreeMap<String, String>);
 
 impl GivenFlags {
-    /// Adds the flags to a run's metadata, except those that the metadata has under their own names.
+    /// Adds the flags to a run's metadata, as one JSON text. Leaves out the flags that have their own entries in
+    /// the metadata.
     pub(crate) fn tell(&self, metadata: &mut Metadata) {
         let mut flags = self.0.clone();
         flags.retain(|name, _| !metadata.contains_key(name));
@@ -113,7 +114,7 @@ impl FromArgMatches for GivenFlags {
             let name = id.as_str().replace('_', "-");
             let values = matches.try_get_raw(id.as_str()).ok()??;
             let values = values.map(|value| value.to_str()).collect::<Option<Vec<_>>>()?;
-            // Groups of flags have ids too, but no values of their own.
+            // clap's groups of flags have ids too, but their ids begin with a capital letter.
             let is_flag = name.starts_with(|first: char| first.is_ascii_lowercase());
             let is_taken_over = is_given && is_flag && !NOT_TAKEN_OVER.contains(&name.as_str());
             is_taken_over.then(|| (name, values.join(",")))

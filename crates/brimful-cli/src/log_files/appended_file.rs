@@ -1,4 +1,4 @@
-//! A file that grows by whole pieces, until a write fails.
+//! A log file that grows by whole entries, until a write fails.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -9,13 +9,13 @@ use anyhow::{Context, Result};
 use crate::files::claim;
 use crate::progress;
 
-/// An append-only file that always ends with a whole piece.
+/// An append-only file that always ends with a whole entry.
 #[derive(Debug)]
 pub(super) struct AppendedFile {
     path: PathBuf,
     /// Open file; none after a failed write.
     file: Option<File>,
-    /// Bytes of the whole pieces.
+    /// Length of all whole entries, in bytes.
     length: u64,
 }
 
@@ -47,8 +47,8 @@ impl AppendedFile {
         cut.with_context(|| unwritable(&self.path))
     }
 
-    /// Appends a piece. If that fails, cuts the file back to the last piece, reports it, and writes nothing more: a
-    /// training run is worth more than its log.
+    /// Appends an entry. If the write fails, cuts the file back to its whole entries, reports the error, and
+    /// writes nothing more. The run goes on, because it is worth more than its log.
     pub(super) fn append(&mut self, piece: &[u8]) {
         let Some(file) = &mut self.file else { return };
         match file.write_all(piece) {

@@ -1,4 +1,4 @@
-//! Folder of events for TensorBoard: one for each step and each test.
+//! Folder of events for TensorBoard: one event for each step and each test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ pub(crate) fn events_file(folder: &Path) -> PathBuf {
     folder.join(FILE)
 }
 
-/// A folder of events.
+/// Log format of TensorBoard events.
 #[derive(Debug)]
 pub(super) struct Events;
 
@@ -68,7 +68,7 @@ impl LogFormat for Events {
     }
 }
 
-/// Returns the seconds since 1970, or 0 if the clock is set before.
+/// Returns the seconds since 1970, or 0 if the clock shows an earlier time.
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64())
 }

@@ -1,8 +1,9 @@
 //! Logs of a training run that grow with every step: a table, and events for TensorBoard.
 //!
-//! Each line is in its file once its step is done. A resumed run cuts its logs back to the step that it resumes from,
-//! so that they end like those of an uninterrupted run, except for timings. A log that can no longer be written, as
-//! on a full disk, ends with its last whole line; the run reports this once and goes on without the log.
+//! The entry of a step is in the file as soon as the step is done. A resumed run cuts its logs back to the step
+//! that it resumes from. So its finished logs equal the logs of an uninterrupted run, except for timings. If a log
+//! can no longer be written, as on a full disk, the file ends with its last whole entry. The run reports the error
+//! once and goes on without the log.
 
 mod appended_file;
 mod event_log;
@@ -28,7 +29,7 @@ use step_log::StepTable;
 pub(crate) struct StepFigures<'a> {
     /// Number of the step over all epochs, from 1.
     pub(crate) step: usize,
-    /// Number of its epoch, from 1.
+    /// Number of the step's epoch, from 1.
     pub(crate) epoch: usize,
     /// Learning rate of the step.
     pub(crate) learning_rate: f64,
@@ -56,7 +57,7 @@ pub(crate) struct TestFigures {
     /// Share of right predictions, from 0 to 1.
     #[serde(rename = "test_accuracy")]
     pub(crate) accuracy: f64,
-    /// True if its loss is lower than that of every test before.
+    /// True if the test's loss is lower than the loss of every earlier test.
     pub(crate) best: bool,
 }
 
@@ -68,8 +69,8 @@ pub(crate) struct LogFiles {
 }
 
 impl LogFiles {
-    /// Opens a table in the file `table` and events in the folder `events`: new ones, or those of the run that
-    /// resumes after step `resumed`.
+    /// Opens a table in the file `table` and events in the folder `events`. If a run resumes after step `resumed`,
+    /// opens the logs that the run already has; else begins new logs.
     pub(crate) fn open(
         table: Option<&Path>,
         events: Option<&Path>,
@@ -87,7 +88,8 @@ impl LogFiles {
         self.events.iter_mut().for_each(|events| events.step(figures));
     }
 
-    /// Logs a test that is done, unless the logs have it already from before an interruption.
+    /// Logs a test that is done. A resumed run can repeat a test from before the interruption; the logs keep only
+    /// the first entry of such a test.
     pub(crate) fn test(&mut self, figures: &TestFigures) {
         self.table.iter_mut().for_each(|table| table.test(figures));
         self.events.iter_mut().for_each(|events| events.test(figures));
@@ -99,8 +101,8 @@ trait LogFormat {
     /// Returns the bytes that every log begins with.
     fn beginning() -> Vec<u8>;
 
-    /// Returns the part of an earlier log that belongs to the steps up to `last`, or none if the log begins anew. The
-    /// error says that the bytes are something else.
+    /// Returns the part of an earlier log that belongs to the steps up to `last`, or none if the log has no entry
+    /// yet. Fails if the bytes are no log in this format.
     fn kept(bytes: &[u8], last: usize) -> Result<Option<KeptLog>, &'static str>;
 
     fn step(figures: &StepFigures<'_>) -> Vec<u8>;
@@ -112,7 +114,7 @@ trait LogFormat {
 #[derive(Debug)]
 struct KeptLog {
     bytes: usize,
-    /// Step of the last test in it.
+    /// Step of the last test in the kept part.
     tested: Option<usize>,
 }
 
@@ -120,13 +122,14 @@ struct KeptLog {
 #[derive(Debug)]
 struct Log<F> {
     file: AppendedFile,
-    /// Step of the last test in it.
+    /// Step of the last test in the log.
     tested: Option<usize>,
     format: PhantomData<F>,
 }
 
 impl<F: LogFormat> Log<F> {
-    /// Opens a new log. If a run resumes after step `resumed`, opens its log and drops what is later.
+    /// Opens a new log. If a run resumes after step `resumed`, opens the log that the run already has, and drops
+    /// the entries of later steps.
     fn open(path: &Path, resumed: Option<usize>) -> Result<Self> {
         let Some(last) = resumed else { return Ok(Self::begun(AppendedFile::empty(path)?)) };
         let (mut file, bytes) = AppendedFile::existing(path)?;
@@ -149,7 +152,7 @@ impl<F: LogFormat> Log<F> {
         self.file.append(&F::step(figures));
     }
 
-    /// Adds a test, unless it is there already.
+    /// Adds a test, unless the log already has it.
     fn test(&mut self, figures: &TestFigures) {
         if self.tested.replace(figures.step) != Some(figures.step) {
             self.file.append(&F::test(figures));

@@ -4,14 +4,14 @@ use brimful_report::Record;
 
 use super::{KeptLog, LogFormat, StepFigures, TestFigures};
 
-/// Columns of the table. A test has its own line, because the line of its step is written earlier. The step's columns
-/// are empty in it.
+/// Columns of the table. A test has its own line, because the line of its step is written earlier. In the line of
+/// a test, the columns of a step are empty.
 const HEADER: &str = "step,epoch,loss,learning_rate,samples_per_s,peak_bytes,micro_batch_size,\
                       retries,test_loss,test_accuracy\n";
 /// Empty columns between a test's epoch and its loss.
 const NOT_OF_A_TEST: &str = ",,,,,,,";
 
-/// A table of steps.
+/// Log format of the table of steps.
 #[derive(Debug)]
 pub(super) struct StepTable;
 

@@ -1,9 +1,10 @@
-//! TensorBoard's file format: records with checksums, each an `Event` as a protocol buffer. Only the fields that
-//! scalars need are written.
+//! TensorBoard's file format: records with checksums. Each record is an `Event` as a protocol buffer; this module
+//! writes only the fields that scalars need.
 
 /// Version string in the first event of every file.
 const FILE_VERSION: &str = "brain.Event:2";
-/// Bytes before a record's data: its length in 8 bytes, and the length's checksum in 4. The data's checksum follows it.
+/// Bytes before a record's data: the data's length in 8 bytes, and the length's checksum in 4. The data's checksum
+/// comes after the data.
 const HEAD_BYTES: usize = 12;
 const CHECKSUM_BYTES: usize = 4;
 
@@ -41,7 +42,7 @@ pub(super) fn records(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// Returns the step of a record written here; 0 if it has none.
+/// Returns the step of a record that this module wrote, or 0 if the record has no step.
 pub(super) fn step_of(record: &[u8]) -> usize {
     let event = &record[HEAD_BYTES..record.len() - CHECKSUM_BYTES];
     // The time comes first: one byte for the field, and eight for its value.
@@ -62,7 +63,7 @@ fn record(data: &[u8]) -> Vec<u8> {
     [&length[..], &checksum(&length), data, &checksum(data)].concat()
 }
 
-/// Splits off the first record; none if it is truncated or its checksums are wrong.
+/// Splits off the first record. Returns none if the record is truncated or a checksum is wrong.
 fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = bytes.split_first_chunk::<8>()?;
     let (stored, _) = rest.split_first_chunk::<CHECKSUM_BYTES>()?;
@@ -73,13 +74,14 @@ fn split_record(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     (checksum(length) == *stored && checksum(data) == *last).then_some((record, after))
 }
 
-/// Returns a masked CRC-32C: rotated and offset, so that data containing checksums gets a different one.
+/// Returns a CRC-32C as the format masks it, by a rotation and an offset. Without the mask, the checksum of data
+/// that contains checksums would be weak.
 fn checksum(bytes: &[u8]) -> [u8; CHECKSUM_BYTES] {
     let masked = crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xA282_EAD8);
     masked.to_le_bytes()
 }
 
-/// Returns the byte that a field begins with.
+/// Returns the byte that a field begins with: its number and its wire type.
 fn name_of(field: u8, kind: u8) -> u8 {
     field << 3 | kind
 }
