@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Among the balances with the smallest possible maximum, the one with the fewest bytes over the boundaries is
-//! chosen; among those of equal bytes, the one that spreads the layers evenly.
+//! chosen; if several have the fewest bytes, the one that spreads the layers most evenly.
 
 pub use crate::measure::{measure, measure_of_kind};
 #[doc(inline)]

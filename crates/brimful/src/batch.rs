@@ -1,8 +1,8 @@
 //! Mini-batches that can be cut along their first dimension, and joined again.
 //!
 //! Tensors are the leaves of a batch. They can be nested in tuples, arrays, `Vec`, `Option`, `Box`, `BTreeMap`
-//! and, by `#[derive(Batch)]`, structs. All leaves have the same number of samples, except those in [`Shared`],
-//! which go to every micro-batch whole, as do numbers and strings.
+//! and, by `#[derive(Batch)]`, structs. All leaves have the same number of samples, except those in [`Shared`].
+//! Every micro-batch gets shared leaves, numbers and strings whole.
 //!
 //! ```
 //! use brimful::batch::{self, Batch, Shared};
@@ -204,7 +204,7 @@ pub trait Batch: Sized + Send {
     fn map(&self, f: &mut dyn FnMut(Leaf<'_>) -> Result<Tensor>) -> Result<Self>;
 
     /// Returns a batch of this form whose tensors [`Batch::map`] will fill in; `None` if the type does not
-    /// determine the form. Ranks of a world that did not compute outputs receive them this way.
+    /// determine the form. A rank of a world that has computed no outputs receives them in a blank batch.
     fn blank() -> Option<Self> {
         None
     }

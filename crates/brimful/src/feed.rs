@@ -27,7 +27,7 @@ const GLANCE: Duration = Duration::from_micros(100);
 
 /// Micro-batches of a mini-batch in order, each on the device of the copies.
 ///
-/// Call [`Feed::next`] and [`Feed::done`] by turns. Dropping it ends the copies.
+/// Call [`Feed::next`] and [`Feed::done`] by turns. Dropping the feed ends the copies.
 #[derive(Debug)]
 pub(crate) struct Feed<'a, B: Batch> {
     batch: &'a B,
@@ -59,7 +59,8 @@ impl<'a, B: Batch> Feed<'a, B> {
         Ok(Self { batch, ranges: ranges.into_iter(), streams, lender, ahead })
     }
 
-    /// Returns the next micro-batch with its samples; `None` after the last one. It may be a view of the mini-batch.
+    /// Returns the next micro-batch with its samples; `None` after the last one. The micro-batch may be a view of
+    /// the mini-batch.
     pub(crate) fn next(&mut self) -> Result<Option<(Range<usize>, B)>> {
         let Some(range) = self.ranges.next() else {
             if let Some((_, borrower)) = self.lender {
@@ -86,7 +87,7 @@ impl<'a, B: Batch> Feed<'a, B> {
     /// Takes the micro-batch back, with the result of the work on it.
     ///
     /// # Errors
-    /// The work's; or that the work has changed the mini-batch.
+    /// When the work has changed the mini-batch. Otherwise with the work's own error.
     pub(crate) fn done<T>(&mut self, result: Result<T>) -> Result<T> {
         let value = match &mut self.lender {
             Some((lender, _)) => lender.take_back(result)?,
@@ -100,7 +101,7 @@ impl<'a, B: Batch> Feed<'a, B> {
 impl<B: Batch> Drop for Feed<'_, B> {
     fn drop(&mut self) {
         if let Some(ahead) = self.ahead.take() {
-            // After another error, which is the one to report.
+            // A feed is dropped before its end only after another error, which is the one to report.
             let _ = ahead.end(self.batch, self.streams);
         }
     }
@@ -125,7 +126,7 @@ impl<B: Batch> Ahead<B> {
         let compute = Stream::current(streams.device)?;
         let slices = ranges.iter().cloned().map(|range| batch::slice(batch, range));
         let slices = slices.collect::<Result<Vec<B>>>()?;
-        // After the cut, which may compute on the source's device: sequences are trimmed.
+        // The fence comes after the cut, because the cut may compute on the source's device: it trims sequences.
         let fence = StreamFence::behind(batch::tensors(batch).into_iter())?;
         let sources = slices.iter().map(|slice| elsewhere(slice, streams.device));
         let sources = sources.collect::<Result<_>>()?;
@@ -183,7 +184,8 @@ fn feed(
     released: &Receiver<Event>,
 ) {
     for (i, tensors) in sources.into_iter().enumerate() {
-        // Two are on the device: the one in use and the next one. A third waits until one is released.
+        // Two micro-batches are on the device: the one in use and the next one. A third waits until one is
+        // released.
         if i >= 2 && !released.recv().is_ok_and(|used| wait(&used).is_ok()) {
             return;
         }

@@ -5,7 +5,7 @@ pub use brimful_torch::threads::threads;
 
 use crate::Result;
 
-/// Loads libtorch's CUDA libraries, if they are present. Every use of a CUDA device does so itself.
+/// Loads libtorch's CUDA libraries, if they are present. Every use of a CUDA device loads them too.
 ///
 /// # Errors
 ///

@@ -106,7 +106,8 @@ impl Loss {
         Self::of(value, Over::Samples)
     }
 
-    /// Creates a mean with another denominator, which is the micro-batch's own.
+    /// Creates a mean over a denominator other than the number of samples: `value` is already divided by `weight`,
+    /// the micro-batch's own denominator.
     ///
     /// For a cross-entropy that ignores padding, the denominator is the number of targets that are not padding;
     /// for one with class weights, the sum of the targets' weights.
@@ -114,8 +115,8 @@ impl Loss {
         Self::of(value, Over::Given(weight.into()))
     }
 
-    /// Creates a sum with the micro-batch's share of the denominator. Unlike a mean it is well-defined for a
-    /// micro-batch whose share is 0, such as one of padding only.
+    /// Creates a mean from a sum that is not divided yet, and the micro-batch's share of the denominator. So the
+    /// term is well-defined even for a micro-batch whose share is 0, such as one of padding only.
     pub fn ratio(sum: Tensor, weight: impl Into<Weight>) -> Self {
         Self::of(sum, Over::Undivided(weight.into()))
     }
@@ -135,8 +136,8 @@ impl Loss {
         Self { terms: vec![Term { value, over, factor: 1.0 }] }
     }
 
-    /// Returns its terms. Fails if one is not a scalar, or if a backward is needed and no term requires a
-    /// gradient.
+    /// Returns the loss's terms. Fails if a term is not a scalar, or if a backward is needed and no term requires
+    /// a gradient.
     pub(crate) fn into_terms(self, needs_gradient: bool) -> Result<Vec<Term>> {
         for (index, term) in self.terms.iter().enumerate() {
             term.check(index)?;
@@ -208,7 +209,7 @@ impl Term {
     }
 
     /// Returns the factor of the root gradient that is known on the host; `None` for a term that has no part in
-    /// this micro-batch. A weight on the device is not part of it.
+    /// this micro-batch. A weight on the device is not part of the factor.
     pub(crate) fn root_number(&self, part: &MicroBatchWeight) -> Option<f64> {
         let number = match &self.over {
             Over::Samples => part.samples / part.unit,
@@ -233,12 +234,12 @@ fn like(number: &Tensor, value: &Tensor) -> Result<Tensor> {
 /// Weight of a micro-batch in its step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MicroBatchWeight {
-    /// Number of its samples.
+    /// Number of the micro-batch's samples.
     pub(crate) samples: f64,
     /// Divisor of gradients until the true denominator is known. It keeps half-precision gradients from
     /// overflowing, and for a mean over one mini-batch it *is* the denominator.
     pub(crate) unit: f64,
-    /// True if it is the first of the step.
+    /// True if the micro-batch is the first of the step.
     pub(crate) first: bool,
 }
 
@@ -295,7 +296,7 @@ pub trait IntoLoss {
     /// Outputs, joined in sample order; `()` for a bare loss.
     type Outputs: Batch + 'static;
 
-    /// Splits it into loss and outputs.
+    /// Splits the return value into loss and outputs.
     ///
     /// # Errors
     /// With the closure's own error.

@@ -38,7 +38,7 @@ pub use crate::oom::OutOfMemory;
 use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 
-/// CPU memory account with a name and an optional limit. Clones share it.
+/// CPU memory account with a name and an optional limit. Clones share the account.
 #[derive(Debug, Clone)]
 pub struct Arena {
     name: String,
@@ -71,8 +71,8 @@ impl Arena {
         Ok(())
     }
 
-    /// Charges this thread's CPU allocations to the arena until the guard is dropped. Blocks stay
-    /// charged to it until they are freed, on whatever thread.
+    /// Charges this thread's CPU allocations to the arena until the guard is dropped. A block stays charged to the
+    /// arena until it is freed, by whatever thread.
     pub fn enter(&self) -> ArenaGuard {
         self.account.enter()
     }
@@ -92,7 +92,7 @@ impl Arena {
         self.account.current()
     }
 
-    /// Returns the peak bytes in use since the start or the last [`Arena::reset_peak`].
+    /// Returns the peak bytes in use since the arena was created or since the last [`Arena::reset_peak`].
     pub fn peak(&self) -> u64 {
         self.account.peak()
     }
@@ -172,8 +172,8 @@ impl Memory {
         }
     }
 
-    /// Changes the limit; `None` removes it. An accelerator's limit applies to this process and counts
-    /// libtorch's cache: so processes can share a GPU, or a large one can stand in for a smaller one.
+    /// Changes the limit; `None` removes it. An accelerator's limit applies to this process and counts libtorch's
+    /// cache: so several processes can share a GPU, and a large GPU can stand in for a smaller one.
     ///
     /// # Errors
     /// When the limit is 0, or below the bytes in use: then the old one stays. When the accelerator does
@@ -182,7 +182,7 @@ impl Memory {
         match self {
             Self::Arena(arena) => arena.set_limit(bytes),
             Self::Accelerator(device) => {
-                // Cached memory would count as used.
+                // Emptied first, because cached memory would count as used.
                 self.empty_cache()?;
                 let in_use = torch_memory::device_memory(*device)?.reserved;
                 check_limit(&crate::device::name(*device), bytes, in_use)?;

@@ -1,7 +1,7 @@
 //! Memory format of convolutional models: as the user has it, or channels last.
 //!
-//! Which one is faster depends on the device, the dtype and the shapes, so it is measured in the first steps:
-//! two steps of each format are timed, after a first one in which kernels are chosen.
+//! The faster format depends on the device, the dtype and the shapes, so both formats are measured in the first
+//! steps. In each format, the first step chooses kernels, and two more steps are timed.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum MemoryFormat {
-    /// The user's own.
+    /// The user's own format.
     #[default]
     AsIs,
     /// Channels last, for inputs and weights.
@@ -26,9 +26,10 @@ pub enum MemoryFormat {
 
 /// Number of timed steps in each format; the fastest counts.
 const TIMED_STEPS: usize = 2;
-/// Number of steps after which an unfinished measurement ends: the shapes differ from step to step.
+/// Number of steps after which an unfinished measurement ends. It is still unfinished if shapes differ from step
+/// to step.
 const MAX_TRIAL_STEPS: usize = 40;
-/// Smallest speedup for which channels last is chosen: less is noise.
+/// Smallest speedup for which channels last is chosen: a smaller one may be noise.
 const MIN_SPEEDUP: f64 = 1.03;
 
 /// Memory format in use, and the measurement of both.
@@ -79,7 +80,7 @@ impl FormatChoice {
         self.channels_last
     }
 
-    /// Converts the parameters to the memory format; a model without convolutions keeps its own for good.
+    /// Converts the parameters to the memory format; a model without convolutions keeps its own format for good.
     pub(crate) fn begin(&mut self, parameters: &[Tensor]) -> Result<()> {
         if !parameters.iter().any(has_channels) {
             *self = Self::default();
@@ -102,8 +103,8 @@ impl FormatChoice {
         })
     }
 
-    /// Returns whether steps are being compared, so that they must differ in nothing but the format. The very first
-    /// step does not count.
+    /// Returns whether steps are being compared, so that they must differ in nothing but the format. The very
+    /// first step does not count.
     pub(crate) fn is_measuring(&self) -> bool {
         self.trial.as_ref().is_some_and(|trial| trial.steps > 0)
     }
@@ -148,7 +149,8 @@ impl FormatChoice {
         self.channels_last.then_some(as_is / last)
     }
 
-    /// Falls back to the user's own format after this error, if channels last is on trial. Returns whether it does.
+    /// Falls back to the user's own format after this error, if channels last is on trial. Returns whether it
+    /// falls back.
     pub(crate) fn fall_back(&mut self, error: &Error) -> bool {
         let is_on_trial = self.is_on_trial();
         if is_on_trial {

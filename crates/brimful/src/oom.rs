@@ -1,14 +1,14 @@
 //! Recognises out-of-memory errors from every allocator, as errors or as panics.
 //!
-//! libtorch has an exception type for them, but tch passes on only the text: as an `Err` from its `f_`
-//! methods, as a panic from the plain ones. So they are recognised by their text, in this file only. All
+//! libtorch has an exception type for out-of-memory errors, but tch passes on only the text: as an `Err` from its
+//! `f_` methods, as a panic from the plain ones. So this file, and no other, recognises them by their text. All
 //! other errors are returned unchanged.
 //!
 //! An arena's numbers are not parsed, because the bridge keeps the numbers of its last refusals. CUDA's and the
-//! host's numbers are parsed from libtorch's message. libtorch can also report CUDA's to an observer, for which
-//! it is no use: in a backward, the observer runs on one of autograd's threads, so its numbers could not be
-//! matched with the error. And observers are registered without a lock, while other threads may run out of
-//! memory.
+//! host's numbers are parsed from libtorch's message. libtorch could also report CUDA's numbers to an observer,
+//! which we do not register, for two reasons. In a backward, the observer would run on one of autograd's threads,
+//! so its numbers could not be matched with the error. And libtorch registers observers without a lock, while
+//! other threads may be running out of memory.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -31,7 +31,7 @@ pub struct OutOfMemory {
     pub(crate) place: Place,
     /// Bytes asked for.
     pub asked: Option<Bytes>,
-    /// Bytes in use when they were asked for.
+    /// Bytes in use at the time of the request.
     pub in_use: Option<Bytes>,
     /// Limit that the request exceeded.
     pub limit: Option<Bytes>,
@@ -87,7 +87,8 @@ impl Place {
     }
 }
 
-/// Removes the remedies that out-of-memory errors of this library end in, for callers with remedies of their own.
+/// Removes the remedies with which out-of-memory errors of this library end, for callers with remedies of their
+/// own.
 pub fn without_remedy(text: &str) -> String {
     REMEDIES.iter().fold(text.to_owned(), |text, remedy| text.replace(&format!("; {remedy}"), ""))
 }
@@ -207,7 +208,8 @@ fn of_arena(text: &str) -> Option<OutOfMemory> {
     let name = message.strip_prefix(ARENA)?.rsplit_once("': asked for ")?.0;
     let refused = arena::refusal_told_in(&message);
     Some(OutOfMemory {
-        // The numbers of another process's refusal, or of an old one, are not known here; its message has the name.
+        // The bridge does not know the numbers of an old refusal, or of one in another process. The message still
+        // has the arena's name.
         place: Place::Arena(refused.as_ref().map_or(name, |refused| &refused.arena).to_owned()),
         asked: refused.as_ref().map(|refused| Bytes(refused.asked)),
         in_use: refused.as_ref().map(|refused| Bytes(refused.in_use)),

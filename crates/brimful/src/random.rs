@@ -1,4 +1,4 @@
-//! Random state that can be restored, so that a failed step draws no numbers; and seeds for parallel draws.
+//! Random state that can be restored, so that a failed step leaves it unchanged; and seeds for parallel draws.
 
 use brimful_torch::random::{
     GeneratorState, OwnGenerator, generator_state, seed_generator, set_generator_state,
@@ -39,8 +39,8 @@ impl Randomness {
 /// Random numbers of one micro-batch in one step. Each layer has a seed of its own, so the numbers do not depend
 /// on schedule, balance, threads or recomputation.
 ///
-/// A pipeline's [`StepReport`](crate::StepReport) reports its seed, from which a plain model can draw the same
-/// numbers by `Model::forward_with_rng`.
+/// A pipeline's [`StepReport`](crate::StepReport) reports the step's seed, from which a plain model can draw the
+/// same numbers by `Model::forward_with_rng`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepRng {
     step: u64,
@@ -55,7 +55,7 @@ impl StepRng {
     }
 
     /// Creates the random numbers of a model's initial values, with a seed from libtorch's default generator: a
-    /// pipeline built now would draw the same.
+    /// pipeline built now would draw the same values.
     ///
     /// # Errors
     ///
@@ -67,7 +67,8 @@ impl StepRng {
     /// Returns the seed of the layer at this position of the model; the loss comes after the last layer.
     #[must_use]
     pub fn seed(self, layer: usize) -> u64 {
-        // Mixed twice and the layer inverted, so that (micro-batch 1, layer 2) is not (2, 1).
+        // Mixed twice and the layer inverted, so that micro-batch 1, layer 2 and micro-batch 2, layer 1 get
+        // different seeds.
         mixed(mixed(self.step ^ mixed(self.micro_batch)) ^ mixed(!(layer as u64)))
     }
 }
@@ -107,7 +108,7 @@ pub(crate) fn with_step_seed<T>(
     drawn.end(true, result)
 }
 
-/// Seed drawn for a step, and the states of the generators before.
+/// Seed drawn for a step, and the states of the generators before the draw.
 #[derive(Debug)]
 pub(crate) struct SeedDraw {
     /// Seed, or the error of drawing it, which can be reported to other ranks.
@@ -132,7 +133,7 @@ impl SeedDraw {
     pub(crate) fn end<T>(self, training: bool, result: Result<T>) -> Result<T> {
         let Some((own, before)) = self.before else { return result };
         own.restore()?;
-        // The seed itself is drawn from the user's generator: a failed step restores it.
+        // The seed itself is drawn from the user's generator, which a failed step restores.
         if !training || result.is_err() {
             before.restore()?;
         }
@@ -151,7 +152,7 @@ pub(crate) fn preserving_generators<T>(
 /// Runs `f`, then restores the generators to the states in `before`.
 pub(crate) fn preserving<T>(before: Randomness, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let result = f();
-    // In case of failure too: a step's own seeds must not determine the user's next draws.
+    // Restored after a failure too, because a step's own seeds must not determine the user's next draws.
     before.restore()?;
     result
 }

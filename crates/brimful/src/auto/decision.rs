@@ -1,4 +1,5 @@
-//! Decisions of the automatic size and their reasons, for reports and log lines; and trials, from which they are made.
+//! Decisions of the automatic size and their reasons, for reports and log lines; and trials, from which they are
+//! made.
 
 use std::fmt;
 
@@ -73,7 +74,7 @@ pub struct Decision {
     pub predicted: Option<Bytes>,
     /// Measured need.
     pub measured: Option<Bytes>,
-    /// Bytes that were free for it.
+    /// Bytes that were free at the decision.
     pub available: Bytes,
     /// Whether memory ran out.
     pub failed: bool,
@@ -127,7 +128,7 @@ pub(crate) struct SizeTrial {
     /// Number of micro-batches of exactly that size; `None` for all remaining samples, in near-equal ones.
     pub(crate) micro_batches: Option<usize>,
     pub(crate) why: Why,
-    /// Whether to time it.
+    /// True if the trial is timed.
     pub(crate) timed: bool,
 }
 

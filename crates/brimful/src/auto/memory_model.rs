@@ -77,8 +77,8 @@ impl MemoryModel {
     }
 
     /// Returns the largest size that the line may be extrapolated to. It is not far above the measured sizes while
-    /// needs hardly grow, because the fixed part then hides the samples' part. [`MemoryModel::sure`] is safe in any
-    /// case.
+    /// needs hardly grow, because the fixed part then hides the samples' part. [`MemoryModel::sure`] is safe in
+    /// any case.
     pub(crate) fn reach(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
         let far = large.saturating_mul(EXTRAPOLATE_FACTOR);

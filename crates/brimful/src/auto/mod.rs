@@ -11,8 +11,8 @@
 //!   (P) pure: numbers in, numbers out, without tensors or devices
 //! ```
 //!
-//! [`MicroBatcher`](crate::MicroBatcher) asks for a size before each piece of a mini-batch, reports its
-//! need and its time, and retries the mini-batch where memory ran out.
+//! [`MicroBatcher`](crate::MicroBatcher) asks for a size before each piece of a mini-batch, reports the piece's
+//! need and time, and retries the mini-batch if memory runs out.
 //!
 //! ```
 //! use brimful::memory::{Arena, Memory};

@@ -26,8 +26,8 @@ pub(crate) enum Goal {
 const FIRST_SIZE: usize = 2;
 /// Number of micro-batches in a timed trial: the first warms up, the other 2 are timed.
 const REPEATS: usize = 3;
-/// Growth of the size from one step of the climb to the next: for every new shape a device has to choose
-/// kernels, so few large steps are cheaper than many small ones.
+/// Factor by which the climb multiplies the size. A device has to choose kernels for every new shape, so few large
+/// increases are cheaper than many small ones.
 const CLIMB_FACTOR: usize = 32;
 /// Two sizes less than 30 % apart have no third between them: their rates would not differ measurably.
 const MIN_GAP_FACTOR: f64 = 1.3;
@@ -151,7 +151,7 @@ impl Policy {
 
     /// Grows towards the largest size, never far above the sizes already measured.
     fn reach(&mut self, top: usize, now: &Situation) -> SizeTrial {
-        // A change of one sample or so is not worth it.
+        // Growth by at most 2 % is not worth a new shape.
         let size = match self.chosen {
             Some(last) if last.size <= top && top - last.size <= last.size / 50 => last.size,
             _ => top.min(now.reach.max(FIRST_SIZE)),
@@ -166,13 +166,13 @@ impl Policy {
         self.choose(size, now)
     }
 
-    /// Replaces the chosen size by the smaller one that the ranks agreed on, although more might fit here. This is
-    /// the size to remember.
+    /// Replaces the chosen size by the smaller one that the ranks agreed on, although a larger one might fit on
+    /// this rank. The smaller size is the one to remember.
     pub(crate) fn overruled(&mut self, size: usize, available: u64) {
         self.chosen = Some(Chosen { size, available });
     }
 
-    /// Scales the rates of the size in use and of all smaller ones by this factor, and measures larger ones
+    /// Scales the rates of the size in use and of all smaller ones by this factor, and measures larger sizes
     /// again. Returns the size in use.
     pub(crate) fn speed_up(&mut self, factor: f64) -> Option<usize> {
         let Chosen { size, .. } = self.chosen?;
@@ -198,7 +198,7 @@ impl Policy {
         if let (true, Some((best, _))) = (self.held, self.rates.best(top)) {
             return self.choose(best, now);
         }
-        // Memory had ended the climb, and now allows more.
+        // Memory had ended the climb, and now allows larger sizes.
         if self.climb.bound.is_some_and(|bound| top >= bound + bound.div_ceil(4)) {
             self.climb.over = false;
             self.climb.bound = None;
@@ -208,7 +208,7 @@ impl Policy {
             let higher = self.climb.rung.saturating_mul(CLIMB_FACTOR).min(known);
             let next = self.parts(now.samples, higher.clamp(FIRST_SIZE.min(top), top));
             if next > self.climb.rung {
-                // Two micro-batches of a size measure its rate; where fewer are left, the next step does.
+                // A size is timed over at least two micro-batches. If fewer are left, the next step measures it.
                 if now.is_start() || now.left >= 2 * next {
                     self.climb.rung = next;
                     return SizeTrial::measure(next, Some(REPEATS));
@@ -227,8 +227,8 @@ impl Policy {
         }
     }
 
-    /// Returns a size that is worth a whole step while the run is young: one beside the best that was never
-    /// tried, or one as good as the best that was measured too seldom.
+    /// Returns a size that is worth a whole step early in the run: a size next to the best that was never tried,
+    /// or a size about as fast as the best that was measured too seldom.
     fn doubtful(&self, top: usize, now: &Situation) -> Option<usize> {
         if !self.climb.over || !now.is_start() || self.steps >= LEARNING_STEPS {
             return None;
@@ -243,8 +243,8 @@ impl Policy {
         })
     }
 
-    /// Returns a size half way between the best and its nearest measured neighbours, in the wider gap
-    /// first. Where the best is the largest measured one, returns the largest that memory allows.
+    /// Returns a size half way between the best and its nearest measured neighbours, in the wider gap first. If
+    /// the best size is the largest measured one, returns the largest size that memory allows.
     fn between(&self, best: usize, top: usize, samples: usize) -> Option<usize> {
         let width = |(from, to): (usize, usize)| to as f64 / from.max(1) as f64;
         let (below, above) = self.rates.neighbours(best);
@@ -256,7 +256,7 @@ impl Policy {
         let above = above.unwrap_or(top).min(top);
         let mut gaps = [(below, best), (best, above)];
         gaps.sort_by(|a, b| width(*b).total_cmp(&width(*a)));
-        // Half way by the factor, not by samples: sizes range over several orders of magnitude.
+        // The geometric mean, because sizes range over several orders of magnitude.
         let wide = gaps.into_iter().filter(|&gap| width(gap) > MIN_GAP_FACTOR);
         let middles = wide.map(|(from, to)| (from as f64 * to as f64).sqrt().round() as usize);
         let mut sizes =
@@ -301,8 +301,8 @@ impl Policy {
         }
     }
 
-    /// Records a successful step; `size` is its last, and `retried` says whether the allocator had to empty
-    /// its cache for it.
+    /// Records a successful step; `size` is the last size of the step, and `retried` says whether the allocator
+    /// had to empty its cache for it.
     pub(crate) fn succeeded(&mut self, size: usize, available: u64, retried: bool) {
         self.steps += u32::from(!self.held);
         self.failures.succeeded(size, available, retried);
@@ -364,14 +364,13 @@ impl Failures {
         }
     }
 
-    /// Drops the ceiling where more memory is free, or lifts it after calm steps. Called before each
-    /// decision.
+    /// Drops the ceiling if more memory is free, or lifts it after calm steps. Called before each decision.
     fn review(&mut self, available: u64) {
         let Some(ceiling) = &mut self.ceiling else { return };
         let changed = available as f64 > ceiling.available as f64 * (1.0 + CHANGED);
-        // With more memory than at the failure, the failure says nothing about now. A step that is being
-        // retried keeps its ceiling: beside a process that takes memory and gives it back, it would retry
-        // without end.
+        // If more memory is free than at the failure, the failure says nothing about the present. A step that is
+        // being retried keeps its ceiling: otherwise another process that takes and frees memory by turns could
+        // make the step retry without end.
         if changed && self.in_a_row == 0 {
             self.ceiling = None;
         } else if self.calm_steps >= CALM_STEPS && !ceiling.tried_again {
@@ -394,7 +393,7 @@ impl Failures {
         self.in_a_row = 0;
         match &mut self.ceiling {
             Some(ceiling) if size >= ceiling.size => self.ceiling = None,
-            // The model has learnt from this step what it lacked at the failure.
+            // The memory model has learnt from this step what it did not know at the failure.
             Some(ceiling) if size > ceiling.fitted => ceiling.cap = below(ceiling.size),
             _ => {}
         }
@@ -410,7 +409,7 @@ impl Failures {
     fn failed(&mut self, size: usize, available: u64, fitted: usize) -> usize {
         self.in_a_row += 1;
         let cap = match self.in_a_row {
-            // The model was wrong: go half way back to the largest size known to fit.
+            // The memory model was wrong: go half way back to the largest size known to fit.
             1 if fitted < size => (fitted + size) / 2,
             // The size has fitted before, so little is missing.
             1 => below(size),
@@ -435,7 +434,7 @@ impl Failures {
     }
 }
 
-/// Returns a slightly smaller size, by at least one sample.
+/// Returns a size that is smaller by an eighth, and by at least one sample.
 fn below(size: usize) -> usize {
     (size - (size / 8).max(1)).max(1)
 }

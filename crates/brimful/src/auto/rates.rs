@@ -1,4 +1,5 @@
-//! Rate of micro-batches of each size: the median of the last few readings. A stopwatch takes one reading.
+//! Speed of micro-batches of each size, in samples a second: the median of the last few readings. A stopwatch
+//! takes one reading.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Sizer of one kind of mini-batch: its memory models, and its search for a size.
 //!
-//! A step may run in several memories at once, as a pipeline's does: then the tightest decides. A log has the
-//! decisions of one step and its number of retries.
+//! A step may run in several memories at once, as a pipeline's does: then the tightest memory decides. A log has
+//! the decisions of one step and its number of retries.
 
 use std::ops::Range;
 
@@ -179,7 +179,8 @@ impl Sizer {
         self.models.iter().map(|model| model.predict_alone(size)).max().flatten()
     }
 
-    /// Records the need of micro-batches of this size in each memory; `alone` says that there was a single one.
+    /// Records the need of micro-batches of this size in each memory; `alone` says that there was only one
+    /// micro-batch.
     pub(crate) fn observe_needs(&mut self, size: usize, needs: &[u64], alone: bool) {
         let pairs = self.models.iter_mut().zip(needs);
         pairs.for_each(|(model, &need)| model.observe(size, need, alone));
@@ -219,7 +220,8 @@ fn priors(lines: &[Line], floors: &[u64]) -> Vec<MemoryModel> {
     pairs.map(|(line, floor)| MemoryModel::with_prior(*line, *floor)).collect()
 }
 
-/// Returns whether this is a single micro-batch with none before it. Such a one has no gradients beside it.
+/// Returns whether this is a single micro-batch, the first of its mini-batch. No gradients are in memory beside
+/// it.
 pub(crate) fn is_alone(ranges: &[Range<usize>]) -> bool {
     matches!(ranges, [Range { start: 0, .. }])
 }
@@ -229,10 +231,10 @@ pub(crate) fn tightest(free_memories: &[FreeMemory]) -> u64 {
     free_memories.iter().map(|free_memory| free_memory.available).min().unwrap_or(u64::MAX)
 }
 
-/// Part of a device's or an arena's free memory that is not planned with: allocators round up.
+/// Fraction of a device's or an arena's free memory that stays unplanned, because allocators round up.
 const DEVICE_MARGIN: f64 = 0.01;
-/// Part of a machine's own free memory that is not planned with: other processes use it too, and at its end
-/// the system kills processes instead of refusing memory.
+/// Fraction of a machine's own free memory that stays unplanned: other processes use this memory too, and when it
+/// runs out, the system kills processes instead of refusing allocations.
 const HOST_MARGIN: f64 = 0.2;
 
 /// Returns the bytes free for a step, less those `reserved` for later.

@@ -1,7 +1,7 @@
 //! Sizers of all kinds of mini-batches that one model runs, and sizes found by earlier runs.
 //!
-//! Several models may share the file of remembered sizes. It is optional: a damaged or foreign one is left unchanged,
-//! with a warning.
+//! Several models may share the file of remembered sizes. The file is optional: a damaged or foreign file is left
+//! unchanged, and a warning is logged.
 
 use std::collections::HashMap;
 use std::io::ErrorKind;
@@ -56,7 +56,7 @@ impl Sizes {
         self.kinds.remove(&(self.goal, kind.clone()))
     }
 
-    /// Puts the sizer back, and writes its size to the file if it is new.
+    /// Puts the sizer back, and writes the size that it has found to the file, if the size is new.
     pub(crate) fn put(&mut self, kind: Kind, sizer: Sizer) {
         if let (Some(file), Some(finding)) = (&mut self.file, sizer.finding())
             && file.goal == self.goal

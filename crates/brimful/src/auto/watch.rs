@@ -40,7 +40,7 @@ pub(crate) struct SizeWatch {
     rehearses: bool,
 }
 
-/// Memory as it was before the attempt. Without an account it counts as unlimited.
+/// Memory as it was before the attempt. A memory without an account counts as unlimited.
 #[derive(Debug)]
 struct Watched {
     counted: Option<(Memory, Usage)>,
@@ -153,7 +153,8 @@ impl SizeWatch {
         trial.size = match samples.lengths() {
             // Near-equal micro-batches may be smaller than the trial allows.
             None => largest,
-            // How full micro-batches of sequences are differs from one mini-batch to the next.
+            // Micro-batches of sequences are not equally full in every mini-batch, so the trial's size stays the
+            // limit.
             Some(_) => trial.size.max(largest),
         };
         self.decisions.push(self.sizer.decision(&trial, &ranges, &free_memories));

@@ -47,7 +47,7 @@ impl Borrowers {
 #[derive(Debug, Default)]
 pub(crate) struct Lender {
     has_lent: bool,
-    /// Tensors of the micro-batch that is lent, and their versions before.
+    /// Tensors of the micro-batch that is lent, and their versions when it was lent.
     lent: Vec<Tensor>,
     before: Versions,
 }
@@ -71,8 +71,8 @@ impl Lender {
     ///
     /// # Errors
     ///
-    /// The borrower's; or before it, that the borrower has changed the micro-batch, because a changed mini-batch
-    /// makes every retry wrong.
+    /// When the borrower has changed the micro-batch, even if the borrower has also failed: a changed mini-batch
+    /// makes every retry wrong. Otherwise with the borrower's own error.
     pub(crate) fn take_back<T>(&mut self, result: Result<T>) -> Result<T> {
         let lent = std::mem::take(&mut self.lent);
         self.before.check(&lent)?;
@@ -90,7 +90,7 @@ impl Versions {
         Self(tensors.into_iter().map(|tensor| tensor.f_internal_version().ok()).collect())
     }
 
-    /// Returns the index of the first of these tensors that has changed since.
+    /// Returns the index of the first of these tensors that has changed since the counters were read.
     pub(crate) fn changed<'a>(
         &self,
         tensors: impl IntoIterator<Item = &'a Tensor>,
@@ -99,7 +99,7 @@ impl Versions {
         self.0.iter().zip(&now).position(|(before, now)| before != now)
     }
 
-    /// Fails if one of these tensors has changed since.
+    /// Fails if one of these tensors has changed since the counters were read.
     pub(crate) fn check<'a>(&self, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<()> {
         self.changed(tensors).map_or(Ok(()), |leaf| Err(BatchError::Changed { leaf }.into()))
     }

@@ -98,7 +98,7 @@ impl Samples {
         })
     }
 
-    /// Sorts a batch from the user's order into this one.
+    /// Sorts a batch from the user's order into the order in which the samples run.
     fn arranged<B: Batch>(&self, given: &B) -> Result<B> {
         let order = Tensor::f_from_slice(&self.places)?.f_argsort(0, false)?;
         map_cut(given, |leaf| Ok(leaf.f_index_select(0, &order.f_to_device(leaf.device())?)?))

@@ -7,16 +7,17 @@ use tch::Tensor;
 use super::{Batch, Leaf, check_alike, leaf_len};
 use crate::Result;
 
-/// Default step of widths, in tokens. It gives few shapes, each of which needs a separate CUDA graph, and about
-/// 32 tokens of padding per sequence on average.
+/// Number of tokens of which widths are multiples by default. It gives few shapes, each of which needs a separate
+/// CUDA graph, and about 32 tokens of padding per sequence on average.
 const WIDTH_STEP: usize = 64;
 
 /// Sequences of different lengths: tokens, frames, or other items.
 ///
-/// A mini-batch of them is cut by tokens, not by samples ([`MicroBatches::Tokens`](crate::MicroBatches::Tokens), or an
-/// automatic size): sequences of similar length run together, the longest first, and every micro-batch is
-/// padded only to its own longest. In a closure it is a tensor, `[samples, width, ...]`. Outputs return in the
-/// order of the mini-batch. Outputs with one item per token are padded with zeros to the longest sequence of all.
+/// A mini-batch of them is cut by tokens, not by samples ([`MicroBatches::Tokens`](crate::MicroBatches::Tokens),
+/// or an automatic size): sequences of similar length run together, the longest first, and every micro-batch is
+/// padded only to its own longest sequence. A closure uses the sequences of its micro-batch as one tensor,
+/// `[samples, width, ...]`. Outputs return in the order of the mini-batch. Outputs with one item per token are
+/// padded with zeros to the longest sequence of all.
 ///
 /// ```
 /// use brimful::batch::Sequences;

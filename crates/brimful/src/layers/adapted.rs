@@ -10,8 +10,8 @@ use super::model::Module;
 use crate::nn::Lora;
 
 impl Layers {
-    /// Adds LoRA to the projections ([`Projection`](crate::nn::Projection)) of these layers. Nothing else is
-    /// trained, has a gradient or optimizer state, or is copied back from a device.
+    /// Adds LoRA to the projections ([`Projection`](crate::nn::Projection)) of these layers. Only the adapters are
+    /// trained, have gradients and optimizer state, and are copied back from a device.
     ///
     /// ```
     /// use brimful::Layers;

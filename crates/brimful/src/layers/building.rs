@@ -17,8 +17,8 @@ impl Layers {
     ///
     /// # Errors
     ///
-    /// As [`Layers::check`]; and when memory runs out, or a layer's builder panics. Layers that were built
-    /// before remain in the variable store.
+    /// As [`Layers::check`]; and when memory runs out, or a layer's builder panics. Layers that were built before
+    /// the failure remain in the variable store.
     pub fn build(&self, root: &Path) -> Result<Model> {
         self.build_range(root, 0..self.len())
     }
@@ -139,7 +139,8 @@ impl Layers {
         self.list.iter().enumerate().map(count).collect()
     }
 
-    /// Returns the number of trained parameters that each layer uses: shared ones count for every layer that uses them.
+    /// Returns the number of trained parameters that each layer uses: shared ones count for every layer that uses
+    /// them.
     ///
     /// # Errors
     /// As [`Layers::build`].

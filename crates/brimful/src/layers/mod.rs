@@ -175,8 +175,8 @@ impl Layers {
     }
 
     /// Appends a normalisation that also receives the tensors stashed under the name `skip`, as [`Layers::pop`]
-    /// does. So a shortcut behind a normalisation goes straight there, and the layers between need not pass it
-    /// on.
+    /// does. So a shortcut that is added after a normalisation goes straight to that layer, and the layers between
+    /// need not pass the shortcut on.
     ///
     /// ```
     /// # use brimful::Layers;
@@ -278,10 +278,10 @@ impl Layers {
         })
     }
 
-    /// Appends a layer that stashes its input under this name for every later layer that pops it, and returns it
-    /// unchanged.
+    /// Appends a layer that stashes its input under this name for every later layer that pops it, and returns the
+    /// input unchanged.
     ///
-    /// The stash is a layer of that name, and counts as one in the balance.
+    /// The stash is a layer of that name, and counts as a layer in the balance.
     #[must_use]
     pub fn stash(self, skip: impl Into<String>) -> Self {
         self.push(skip, |_, _| Module::Stash).with_last(|last| last.stashes = true)
@@ -363,7 +363,7 @@ impl Layers {
     ///
     /// # Errors
     ///
-    /// The first wrong name, with its position and the name that it clashes with.
+    /// When a name is wrong. The error has the first wrong name, its position, and the name with which it clashes.
     pub fn check(&self) -> Result<()> {
         self.paired_skips().map(drop)
     }

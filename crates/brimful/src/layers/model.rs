@@ -28,7 +28,7 @@ pub(super) struct Layer {
 pub(super) struct Popped {
     /// Position of the stash.
     pub(super) stash: usize,
-    /// True if no later layer pops it.
+    /// True if no later layer pops the same stash.
     pub(super) last: bool,
 }
 
@@ -43,7 +43,7 @@ pub(super) enum Module {
 /// Built layers: all of a model's, or those of one stage.
 #[derive(Debug)]
 pub struct Model {
-    /// Position of the first one in the whole model.
+    /// Position of the first of these layers in the whole model.
     first: usize,
     layers: Vec<Layer>,
 }
@@ -68,12 +68,12 @@ impl Model {
         self.layers.iter().map(|layer| layer.name.as_str())
     }
 
-    /// Returns the exact BatchNorm with which it begins.
+    /// Returns the exact BatchNorm with which these layers begin.
     pub(crate) fn exact_norm(&self) -> Option<&ExactNorm> {
         self.layers.first()?.norm.as_ref()
     }
 
-    /// Runs the model on several tensors, for lists that begin or end with a layer over several.
+    /// Runs the model on several tensors, for lists that begin or end with a layer over several tensors.
     ///
     /// # Panics
     ///

@@ -30,7 +30,8 @@ impl Name {
         Self { scope: format!("{outer}.{}", self.scope), ..self }
     }
 
-    /// Returns the full names that it may refer to: in its own list, then in each one around it.
+    /// Returns the full names to which this name may refer: in the layer's own list, then in each enclosing list,
+    /// the innermost first.
     pub(super) fn candidates(&self) -> impl Iterator<Item = String> {
         let ends = self.scope.rmatch_indices('.').map(|(dot, _)| dot + 1).chain([0]);
         ends.map(|end| format!("{}{}", &self.scope[..end], self.skip))

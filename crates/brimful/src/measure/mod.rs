@@ -163,8 +163,8 @@ impl Measurement {
         Ok((LayerCost { name, ..layer }, output, stashed))
     }
 
-    /// Returns the times of a sample and the overhead of a call. Forward and backward have one overhead, the mean of
-    /// both, so that their sum is as measured. The two parts of a split backward share it.
+    /// Returns the times of a sample and the overhead of a call. Forward and backward have one overhead, the mean
+    /// of both, so that their sum is as measured. The two parts of a split backward share it.
     fn costs(&self, whole: LayerTimes, part: Option<(i64, LayerTimes)>) -> LayerCost {
         let n = self.samples as f64;
         let fixed = |whole: f64, few: i64, part: f64| {

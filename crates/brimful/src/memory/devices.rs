@@ -12,7 +12,7 @@ use brimful_plan::bytes::Bytes;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// tch's name of it.
+    /// The device, as tch identifies it.
     pub device: Device,
     /// The name that [`device::find`](crate::device::find) takes: `cpu`, `cuda:0`.
     pub name: String,

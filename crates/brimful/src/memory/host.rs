@@ -34,7 +34,7 @@ pub(crate) fn host() -> Result<HostMemory> {
 }
 
 impl HostMemory {
-    /// Returns the smaller of both limits.
+    /// Returns the smaller total, and the smaller available memory.
     fn within(self, limit: Self) -> Self {
         Self { total: self.total.min(limit.total), available: self.available.min(limit.available) }
     }
@@ -58,11 +58,11 @@ struct ControlGroup {
     folder: PathBuf,
     limit: &'static str,
     used: &'static str,
-    /// Key in the statistics of cached files, which can be dropped.
+    /// Key, in the group's statistics, of the bytes of cached files, which the system can drop.
     dropped: &'static str,
 }
 
-/// Returns the groups of this process with all groups above them, whose limits also apply.
+/// Returns the control groups of this process and their ancestors, whose limits also apply.
 fn groups(own: &str) -> Vec<ControlGroup> {
     let mut groups = Vec::new();
     for line in own.lines() {
@@ -85,8 +85,8 @@ fn groups(own: &str) -> Vec<ControlGroup> {
 }
 
 impl ControlGroup {
-    /// Returns its limit and free memory; `None` where it has no limit below the machine's memory. Reads
-    /// the statistics only where they matter, because that may take a while.
+    /// Returns the group's limit and free memory; `None` if it has no limit below the machine's memory. Reads the
+    /// statistics only for such a limit, because reading them may take a while.
     fn memory(&self, machine: Bytes) -> Option<HostMemory> {
         let read = |name: &str| fs::read_to_string(self.folder.join(name)).ok();
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();

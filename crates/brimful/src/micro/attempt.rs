@@ -1,4 +1,4 @@
-//! One attempt at a mini-batch on one device: it runs whole, or is rolled back.
+//! One attempt at a mini-batch on one device, which completes or is rolled back.
 
 use std::any::type_name;
 use std::time::Instant;
@@ -37,8 +37,9 @@ pub(crate) struct AttemptSettings {
     pub(crate) alone: bool,
 }
 
-/// State before an attempt, and the guards under which it runs: its memory, autograd graphs, and statistics that are
-/// collected. [`MicroBatcher::end`] rolls back, not a drop: a rollback may fail, which must be reported.
+/// State before an attempt, and the guards under which the attempt runs: its memory, the grad mode, and the
+/// collection of statistics. [`MicroBatcher::end`] rolls back. A drop does not, because it could not report a
+/// failed rollback.
 #[derive(Debug)]
 pub(super) struct Before {
     _inside: Option<ArenaGuard>,
@@ -64,7 +65,8 @@ impl MicroBatcher {
         AttemptSettings { role, closure: identity(f), collective, alone }
     }
 
-    /// Adds the figures to the step's only part in this process, which began at `start`; undoes it if that fails.
+    /// Adds its figures, such as time and peak memory, to a part that began at `start`: the only part of the step
+    /// in this process. If they cannot be read, undoes the part.
     pub(super) fn only_part<O>(
         &mut self,
         start: Instant,
@@ -101,9 +103,9 @@ impl MicroBatcher {
         })
     }
 
-    /// Runs forward and backward over the micro-batches, each eagerly or by CUDA graph, and commits nothing. Reruns
-    /// all of them eagerly if a captured graph turns out to be out of date: for sizes, replicas and ranks, that is
-    /// one attempt.
+    /// Runs forward and backward over the micro-batches, each eagerly or by CUDA graph, and commits nothing.
+    /// Reruns all of them eagerly if a captured graph turns out to be out of date. For automatic sizes, replicas
+    /// and ranks, both runs together are one attempt.
     pub(crate) fn attempt<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
@@ -125,7 +127,8 @@ impl MicroBatcher {
                 let mut micro_batches = cut.micro_batches(batch, role, streams, borrower);
                 while let Some((info, micro_batch)) = micro_batches.next()? {
                     let MicroBatchInfo { number, weight, is_trial, .. } = info;
-                    // Only the last backward completes gradients, so only during it may they go to other ranks.
+                    // Gradients become complete in the last backward, so the exchange with other ranks can begin
+                    // only then.
                     if Some(number + 1) == given_count {
                         pass.accumulator.expect_the_last();
                     }
@@ -195,7 +198,7 @@ impl MicroBatcher {
     fn begin_pass<O>(&mut self, how: &AttemptSettings, eager: bool) -> Result<BatchPass<O>> {
         let AttemptSettings { role, collective, alone, .. } = how;
         let parameters = parameters(&self.variables);
-        // Not between the parts of a step: its sums have the memory format that the parameters had at its
+        // Within a step the format stays: the step's sums have the memory format that the parameters had at its
         // start.
         if role.begins {
             self.format_choice.as_mut().map_or(Ok(()), |choice| choice.begin(&parameters))?;
@@ -212,12 +215,12 @@ impl MicroBatcher {
         Ok(BatchPass { accumulator, tally, outputs: Vec::new(), single: role.last })
     }
 
-    /// Resets the peak memory, which from now on is this attempt's, however many passes it takes.
+    /// Resets the peak memory, so that the next reading is the peak of all passes of this attempt.
     pub(super) fn begin_peak(&self) -> Result<()> {
         self.memory.as_ref().map_or(Ok(()), Memory::reset_peak)
     }
 
-    /// Notes the state before an attempt, and enters the memory, the graphs and the statistics in which it runs.
+    /// Records the state before an attempt, and enters the guards under which the attempt runs.
     pub(super) fn before(&self) -> Result<Before> {
         Ok(Before {
             _inside: self.memory.as_ref().and_then(Memory::enter),
@@ -242,7 +245,7 @@ impl MicroBatcher {
             Ok(value) => Ok((value, undo)),
             Err(caught) => {
                 undo.run()?;
-                // Graphs keep memory that the next attempt may need, whichever layer retries.
+                // CUDA graphs keep memory that the next attempt may need, whichever module retries.
                 if let (Caught::OutOfMemory(_), Some(graphs)) = (&caught, &mut self.graphs) {
                     graphs.clear()?;
                 }

@@ -68,7 +68,7 @@ impl MicroBatcher {
     ) -> Result<(StoreAttempt, R::Outputs), Caught<Error>> {
         self.forward_alone(batch, cut, role, |tally, weight, micro_batch| {
             let (loss, output) = f(micro_batch).into_parts()?;
-            // Stays on the device until the end: reading each loss would wait for each micro-batch.
+            // The loss stays on the device until the end, because reading it would wait for the micro-batch.
             tally.count(&loss.into_terms(false)?, weight)?;
             Ok(output)
         })

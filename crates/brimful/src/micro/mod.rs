@@ -66,7 +66,8 @@ pub struct MicroBatcher {
     unmanaged: UnmanagedStatistics,
     /// CUDA graphs; `None` unless they are wanted and available.
     graphs: Option<Box<MicroGraphs>>,
-    /// Reason why micro-batches run eagerly although CUDA graphs were requested, while there are none.
+    /// Reason why micro-batches run eagerly although CUDA graphs were requested; kept here while `graphs` is
+    /// `None`.
     eager_cause: Option<String>,
     /// Memory format; `None` for the user's own.
     format_choice: Option<FormatChoice>,
@@ -97,8 +98,8 @@ impl MicroBatcher {
     /// pair of the loss and outputs, or a `Result` of one of them.
     ///
     /// # Errors
-    /// After any failure, gradients, BatchNorm statistics and random state are as before. A panic of the
-    /// closure that is not out-of-memory resumes once they are restored.
+    /// After any failure, gradients, BatchNorm statistics and random state are as they were before the call. Once
+    /// they are restored, a panic of the closure resumes, unless it reports out-of-memory.
     pub fn backward<B: Batch, R: IntoLoss>(
         &mut self,
         batch: &B,
@@ -118,8 +119,8 @@ impl MicroBatcher {
         Ok(step)
     }
 
-    /// Runs forward and backward, and keeps the result for [`MicroBatcher::commit`]: a step over
-    /// several mini-batches, each of which may have its own length.
+    /// Runs forward and backward, and keeps the result for [`MicroBatcher::commit`]. All mini-batches between two
+    /// commits make one step, and may differ in length.
     ///
     /// # Errors
     /// As [`MicroBatcher::backward`]; earlier mini-batches are kept.
@@ -139,19 +140,21 @@ impl MicroBatcher {
             let ran = this.attempt(arranged.batch(), cut, &how, &mut f);
             this.only_part(start, ran)
         })?;
-        // The memory format changes from window to window, so the first part of each gives its rate.
+        // The memory format changes only between windows, so the first mini-batch of a window gives the speed of
+        // its format.
         if is_first {
             self.learn_format(batch::len(batch)?, start.elapsed());
         }
         Ok(step.outputs)
     }
 
-    /// Commits the gradients of all mini-batches since the last commit, as if they had been one.
+    /// Commits the gradients of all mini-batches since the last commit, as if they had been one mini-batch.
     ///
     /// # Errors
-    /// When there is none. When parameters were frozen or thawed since the first mini-batch; all mini-batches
-    /// are then kept, unless there are other ranks. When a denominator is 0 or the loss is not finite; all
-    /// mini-batches are then dropped, and gradients, statistics and random state are as before the first.
+    /// When no mini-batch was accumulated. When parameters were frozen or thawed since the first mini-batch; all
+    /// mini-batches are then kept, unless there are other ranks. When a denominator is 0 or the loss is not
+    /// finite; all mini-batches are then dropped, and gradients, statistics and random state are as they were
+    /// before the first mini-batch.
     pub fn commit(&mut self) -> Result<StepReport> {
         step::commit(self)
     }
@@ -166,7 +169,8 @@ impl Engine for MicroBatcher {
 
     fn seeding(&self, team: &Team) -> Seeding {
         match team.is_alone() {
-            // Draws as a plain loop does, so that a model trained without this library gives the same numbers.
+            // Draws random numbers as a plain loop does, so that training without this library draws the same
+            // ones.
             true => Seeding::Plain,
             false => Seeding::Step(vec![self.device]),
         }
@@ -177,12 +181,12 @@ impl Engine for MicroBatcher {
     }
 
     fn runs_in_pieces(&self, kind: &Kind) -> bool {
-        // A loss on all outputs cuts the whole mini-batch before the need of any piece is known.
+        // `backward_whole` cuts the whole mini-batch at once, before the memory need of any piece is known.
         kind.used != Use::TrainWhole
     }
 
     fn memories(&mut self) -> Vec<Option<Memory>> {
-        // A size cannot be learnt from memory that is not counted.
+        // An automatic size is learnt from the memory in use, which on a CPU only an arena counts.
         let memory = self.memory.get_or_insert_with(|| Memory::Arena(Arena::new("cpu")));
         vec![Some(memory.clone())]
     }
@@ -235,16 +239,17 @@ impl PartsEngine for MicroBatcher {
 }
 
 impl MicroBatcher {
-    /// Returns the bytes that a step must leave to CUDA graphs. Evaluations leave what graphs keep. Training leaves
-    /// room for captures at the fastest size; at other sizes it leaves nothing, and graphs are dropped if need be.
+    /// Returns the bytes that a step must leave to CUDA graphs. An evaluation leaves the bytes that graphs keep.
+    /// Training with `MicroBatches::Auto`, the fastest size, leaves room for captures. Training with any other
+    /// size leaves nothing, and drops the graphs when it runs out of memory.
     pub(crate) fn captures_keep(&self, kind: &Kind, size: MicroBatches) -> Result<Bytes> {
         let (Some(memory), Some(graphs)) = (&self.memory, &self.graphs) else {
             return Ok(Bytes(0));
         };
         Ok(match (kind.is_training(), memory.usage()?.available) {
             (false, _) => graphs.kept(),
-            // The largest size is an end in itself and leaves no memory to graphs; the fastest size is fast
-            // because of them.
+            // The fastest size is fast because of graphs. A user who requests the largest size wants all memory
+            // for the micro-batch, so graphs get none.
             (true, Some(available)) if size == MicroBatches::Auto => MicroGraphs::spare(available),
             (true, _) => Bytes(0),
         })

@@ -34,7 +34,7 @@ impl<O: Batch> BatchPass<O> {
         weight: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<()> {
-        // A guard that the closure forgets ends with its micro-batch.
+        // A grad mode that the closure sets and does not restore ends with its micro-batch.
         let graphs = GradMode::set(true);
         let returned = f(micro_batch);
         drop(graphs);
@@ -56,8 +56,8 @@ impl<O: Batch> BatchPass<O> {
         Ok(())
     }
 
-    /// Runs each group's backward from the gradient that `root` returns for a term and its number; keeps the
-    /// graph until the last group.
+    /// Runs each group's backward from the gradient that `root` returns for a term and the term's index. Keeps the
+    /// autograd graph until the last group.
     pub(super) fn backward(
         &mut self,
         terms: &[Term],

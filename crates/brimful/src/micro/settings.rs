@@ -27,9 +27,10 @@ impl MicroBatcher {
         self
     }
 
-    /// Captures micro-batches of each shape once as a CUDA graph and replays it: a single launch in place of
-    /// thousands, so that small micro-batches are as fast as large ones. The first three of a shape run eagerly,
-    /// and the third is compared with a replay of it.
+    /// Captures one micro-batch of each shape as a CUDA graph, and replays the graph for later micro-batches: one
+    /// launch replaces thousands, so that small micro-batches are as fast as large ones. The first three
+    /// micro-batches of a shape run eagerly. The third is also captured, and its replay is compared with the eager
+    /// run.
     ///
     /// A replay does not call the closure, so the closure must do the same each time:
     ///
@@ -38,22 +39,23 @@ impl MicroBatcher {
     /// - it changes nothing but tensors on the device: no counter, no log, no changing number on the host;
     /// - it draws random numbers on the device only, as dropout does there;
     /// - its backward reaches no leaf but the store's parameters;
-    /// - its type is its own: trait objects and function pointers stand for many closures.
+    /// - it is passed by its own type, because a trait object or a function pointer may stand for several
+    ///   closures.
     ///
-    /// Work that cannot be captured is detected and runs eagerly, as everything does on a CPU; the log says so
-    /// once with the cause, as does [`MicroBatcher::eager_cause`].
+    /// Work that cannot be captured is detected and runs eagerly; on a CPU, all work runs eagerly. The log reports
+    /// the cause once, and [`MicroBatcher::eager_cause`] returns it.
     ///
-    /// In the two steps after a capture, and ever more rarely later (in the end every 256th step), one
-    /// micro-batch also runs eagerly and is compared. If the closure has changed by then, the step reruns
-    /// eagerly and the graph is dropped. The log reports as an error what changed and how many steps may have
-    /// replayed the old work.
+    /// In the two steps after a capture, and ever more rarely later (in the end every 256th step), one micro-batch
+    /// also runs eagerly, and its replay is compared with the eager run. If the closure has changed by then, the
+    /// step reruns eagerly and the graph is dropped. The log reports as an error what changed and how many steps
+    /// may have replayed the old work.
     pub fn cuda_graphs(mut self, wanted: bool) -> Self {
         self.set_cuda_graphs(wanted);
         self
     }
 
-    /// Returns the reason why micro-batches run eagerly although [`MicroBatcher::cuda_graphs`] was requested; `None`
-    /// if there is none.
+    /// Returns the reason why micro-batches run eagerly although [`MicroBatcher::cuda_graphs`] was requested;
+    /// `None` if there is none.
     pub fn eager_cause(&self) -> Option<&str> {
         let known = self.graphs.as_ref().and_then(|graphs| graphs.cause.as_deref());
         known.or(self.eager_cause.as_deref())
@@ -73,31 +75,31 @@ impl MicroBatcher {
         self.format_choice.as_ref().is_some_and(FormatChoice::is_channels_last)
     }
 
-    /// Reserves memory for the state that an optimizer allocates at its first step, until the first step of
-    /// this `MicroBatcher` is over: for [`Sgd`](crate::optim::Sgd), [`Adam`](crate::optim::Adam),
-    /// [`AdamW`](crate::optim::AdamW), or an equivalent optimizer of another library. The variables must exist
-    /// by now.
+    /// Reserves memory for the state that an optimizer allocates at its first step. The reservation ends with the
+    /// first step of this `MicroBatcher`. The optimizer is [`Sgd`](crate::optim::Sgd),
+    /// [`Adam`](crate::optim::Adam), [`AdamW`](crate::optim::AdamW), or an equivalent one of another library. The
+    /// variables must exist by now.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
         let bytes = method.into().state_bytes(&parameters(&self.variables));
         self.state.reserved = vec![bytes];
         self
     }
 
-    /// Reads automatic sizes that an earlier run has found for this model on this device, and writes newly
-    /// found ones. A file that cannot be used stays as it is, with a warning.
+    /// Reads automatic sizes that an earlier run has found for this model on this device, and writes newly found
+    /// ones. A file that cannot be used is left unchanged, and a warning is logged.
     pub fn remember(mut self, path: impl AsRef<Path>) -> Self {
         self.state.remember(path.as_ref());
         self
     }
 
-    /// Trains together with the other ranks of a world. Each rank passes its own part of every mini-batch, or
-    /// an empty one. After a step, all of them have the gradient, the loss and the statistics of all parts
-    /// together. Statistics that move at every micro-batch are those of the first rank that has a sample. The
-    /// variables must exist by now; all ranks get the first rank's values.
+    /// Trains together with the other ranks of a world. Each rank passes its own part of every mini-batch, or an
+    /// empty one. After a step, every rank has the gradient, the loss and the statistics of all parts together.
+    /// Statistics that move at every micro-batch are those of the first rank that has a sample. The variables must
+    /// exist by now; every rank gets the values of the first rank's variables.
     ///
-    /// All ranks make the same calls in the same order. A step that fails on one of them fails on all, with an
-    /// error that names the rank. An automatic size is the same for all. Random numbers belong to a step, a
-    /// rank and a micro-batch, from the first rank's seed. [`MicroBatcher::map`] and
+    /// All ranks make the same calls in the same order. A step that fails on one rank fails on all ranks, with an
+    /// error that names the failed rank. All ranks use the same automatic size. Each step, rank and micro-batch
+    /// has its own random numbers, derived from the first rank's seed. [`MicroBatcher::map`] and
     /// [`MicroBatcher::accumulate`] run on each rank by itself, until [`MicroBatcher::commit`].
     /// [`MicroBatcher::backward_whole`] needs all samples in one process, and fails.
     ///
@@ -149,7 +151,7 @@ impl MicroBatcher {
             },
             (false, Some(mut graphs)) => {
                 self.eager_cause = graphs.cause.take();
-                // Their memory is free all the same; what fails here fails in the next step.
+                // The graphs' memory is freed even if this call fails. The next step then fails with the cause.
                 let _ = graphs.clear();
             }
             (false, None) => {}
@@ -163,7 +165,8 @@ impl MicroBatcher {
         }
     }
 
-    /// Keeps the memory format as it is, if it was to be measured: each rank might find another one faster.
+    /// Stops measuring memory formats, because ranks might find different formats faster. The current format
+    /// stays.
     pub(crate) fn measure_no_format(&mut self) {
         self.format_choice.take_if(|choice| choice.is_measured());
     }
@@ -182,7 +185,7 @@ impl MicroBatcher {
         self.format_choice.as_ref().is_some_and(FormatChoice::is_on_trial)
     }
 
-    /// Converts the parameters to the current memory format, unless steps do so as they begin.
+    /// Converts the parameters to the current memory format, unless an accumulation window is open.
     pub(super) fn convert(&mut self) -> Result<()> {
         match (&self.state.window, &mut self.format_choice) {
             (None, Some(choice)) => choice.begin(&parameters(&self.variables)),

@@ -6,7 +6,7 @@
 //!   3. every micro-batch forward again, with the same random numbers, and backward from its part
 //! ```
 //!
-//! It costs a second forward, and memory for all outputs, but never for more than one graph.
+//! The cost is a second forward, and memory for all outputs. At most one autograd graph exists at a time.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -32,8 +32,8 @@ impl MicroBatcher {
     /// Runs forward on every micro-batch, the loss on all outputs at once, and backward. Adds to the
     /// parameters' gradients exactly what the full batch would have added, and returns the outputs.
     ///
-    /// `forward` runs twice for each micro-batch, with the same random numbers, and must do the same both
-    /// times. Its outputs have one row per sample.
+    /// `forward` runs twice for each micro-batch, with the same random numbers, and must compute the same values
+    /// both times. Its outputs have one row per sample.
     ///
     /// # Errors
     /// As [`MicroBatcher::backward`].
@@ -92,7 +92,8 @@ impl MicroBatcher {
             }
             after.restore()?;
             let summed = accumulator.finish()?;
-            // Detached: leaves would keep their gradients alive in the caller's hands.
+            // Detached, because leaves would keep their gradients alive for as long as the caller holds the
+            // outputs.
             Ok((summed, tally, samples.restored(batch::detached(&outputs)?)?))
         });
         let ((summed, tally, outputs), undo) = self.end(before, ran)?;
@@ -100,8 +101,8 @@ impl MicroBatcher {
         Ok((self.attempt_of(summed, tally, undo, role, cut), outputs))
     }
 
-    /// Runs forward on every micro-batch without a graph. Returns all outputs, and the state of the generators before
-    /// each micro-batch. Running statistics stay as they are.
+    /// Runs forward on every micro-batch without a graph. Returns all outputs, and the state of the generators
+    /// before each micro-batch. Running statistics stay as they are.
     fn forward_once<B: Batch, O: Batch>(
         &self,
         batch: &B,
@@ -187,8 +188,8 @@ impl MicroBatcher {
     }
 }
 
-/// Returns the loss on outputs in the user's order; its gradient arrives in the order in which the samples were
-/// run.
+/// Returns the loss on the outputs, sorted into the user's order. Autograd sorts the gradient back into the order
+/// in which the samples ran.
 fn in_users_order<O: Batch>(
     samples: &Samples,
     outputs: &O,

@@ -24,8 +24,8 @@ pub fn bias_gelu_tanh(x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     reported(bias_activation(x, bias, Activation::GeluTanh))
 }
 
-/// Computes `silu(gate) · up`, where the last dimension of `x + bias` has the gate first and `up` second. So
-/// one matrix product makes both of them.
+/// Computes `silu(gate) · up`, where the last dimension of `x + bias` has the gate first and `up` second. So one
+/// matrix product computes both gate and `up`.
 ///
 /// # Errors
 /// When the bias does not fit, or the last dimension is odd.

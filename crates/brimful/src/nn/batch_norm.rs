@@ -127,7 +127,8 @@ impl BatchNorm {
         norm
     }
 
-    /// Normalises `input`, in training by its own statistics. A layer [with a ReLU](Self::with_relu) applies it too.
+    /// Normalises `input`, in training by its own statistics. A layer [with a ReLU](Self::with_relu) applies it
+    /// too.
     ///
     /// # Errors
     /// When the input has another number of dimensions or channels than the layer.
@@ -232,8 +233,8 @@ impl BatchNorm {
         Self { relu: true, ..self }
     }
 
-    /// Returns the statistics that normalise the input, and those that it updates: in evaluation, or if the layer is
-    /// frozen, the running statistics, unchanged; in training, the input's or the mini-batch's own.
+    /// Returns the statistics that normalise the input, and those that it updates: in evaluation, or if the layer
+    /// is frozen, the running statistics, unchanged; in training, the input's or the mini-batch's own.
     fn movement(&self, input: &Tensor, train: bool) -> Result<Movement> {
         let shape = input.size();
         let channels = self.channels;
@@ -274,7 +275,8 @@ impl BatchNorm {
         [&self.weight, &self.bias].map(|one| one.as_ref().map(Tensor::shallow_clone))
     }
 
-    /// Returns a movement that normalises by the whole mini-batch's statistics, as if they were running statistics.
+    /// Returns a movement that normalises by the whole mini-batch's statistics, as if they were running
+    /// statistics.
     fn met(&self, met: NormStatistics, input: &Tensor) -> Result<Movement> {
         if !met.is_of(input) {
             return Err(NnError::ChangedInput { shape: input.size() }.into());
@@ -311,8 +313,8 @@ impl Movement {
     }
 }
 
-/// Returns a handle to the tensor for a second use, such as a shortcut. If the tensor is a BatchNorm's output, that
-/// layer's own backward adds up the gradients of both uses. Any other tensor is returned as it is.
+/// Returns a handle to the tensor for a second use, such as a shortcut. If the tensor is a BatchNorm's output,
+/// that layer's own backward adds up the gradients of both uses. Any other tensor is returned as it is.
 ///
 /// # Errors
 ///

@@ -58,8 +58,8 @@ pub(crate) struct ExactNorm {
 pub(crate) struct WholeBatchNorm {
     mean: Tensor,
     variance: Tensor,
-    /// − w / √(σ² + ε) / N, kept for the backward of the layers before: by then the layer's weight may no
-    /// longer be on the device.
+    /// − w / √(σ² + ε) / N, kept for the backward of earlier layers: when that backward runs, this layer's weight
+    /// may no longer be on the device.
     factor: Tensor,
     /// Weight and bias in the dtype of the statistics.
     affine: [Tensor; 2],
@@ -127,8 +127,8 @@ impl WholeBatchNorm {
         }
     }
 
-    /// Returns the weight and bias with which a BatchNorm of the input is the missing part of its gradient. `sums` has
-    /// the gradients of the probes, summed over all micro-batches (2 × channels).
+    /// Returns the weight and bias with which a BatchNorm of the input is the missing part of its gradient. `sums`
+    /// has the gradients of the probes, summed over all micro-batches (2 × channels).
     pub(crate) fn missing(&self, sums: &Tensor) -> Result<[Tensor; 2]> {
         let both = sums.f_mul(&self.factor)?;
         Ok([both.f_select(0, 0)?, both.f_select(0, 1)?])

@@ -32,8 +32,8 @@ pub(crate) fn in_kind(kind: Kind) -> InKind {
 
 /// Makes a variable `weight` of normally distributed numbers with mean 0 and this standard deviation.
 ///
-/// The numbers are drawn in the store's dtype, 4,194,304 at a time. Under [`Layers::kind`](crate::Layers::kind) they
-/// are rounded a piece at a time, so that the weight is never whole in another dtype than its own.
+/// The numbers are drawn in the store's dtype, 4,194,304 at a time. Under [`Layers::kind`](crate::Layers::kind)
+/// they are rounded a piece at a time, so that the whole weight never exists in another dtype than its own.
 pub fn spread_weight(path: &Path, shape: &[i64], spread: f64) -> Tensor {
     let drawn = path.kind();
     let weight = Tensor::zeros(shape, (KIND.get().unwrap_or(drawn), path.device()));

@@ -1,7 +1,7 @@
 //! Custom CUDA kernels for the layers of this module: their state, and a switch.
 //!
 //! They run on CUDA in bf16, f16 and f32; those of BatchNorm need images in channels-last format. Elsewhere, and
-//! if one cannot be compiled, libtorch's own operations run, with equal results up to rounding.
+//! if a kernel cannot be compiled, libtorch's own operations run, with equal results up to rounding.
 
 use brimful_torch::TorchError;
 use tch::Device;

@@ -13,8 +13,8 @@ use brimful_plan::bytes::Bytes;
 /// Default memory of a chunk's logits. Each chunk reads and writes the sum of the weight's gradient, so smaller
 /// chunks are slower.
 const CHUNK: Bytes = Bytes(256 << 20);
-/// Divisor of a device's memory limit; the quotient is the largest chunk. Free memory would not do: it changes from
-/// call to call, and with it the rounding of sums, so CUDA graphs would differ from eager runs.
+/// Divisor of a device's memory limit; the quotient is the largest chunk. Free memory would not do: it changes
+/// from call to call, and with it the rounding of sums, so CUDA graphs would differ from eager runs.
 const PART_OF_DEVICE: u64 = 16;
 
 /// Settings of [`linear_cross_entropy`].
@@ -46,9 +46,10 @@ impl Default for LinearCrossEntropyConfig<'_> {
 /// states in place before the backward.
 ///
 /// The logits are computed for a chunk of positions at a time, and their gradient at once, in the same memory. So
-/// the memory of several times positions × classes shrinks to one chunk and the weight's own gradient. If all
-/// logits take no more than these two, and at most three times the gradient, their gradient is kept until the
-/// backward. The weight's gradient is then added directly to a step's sum, which is faster.
+/// the memory shrinks from several times positions × classes to one chunk and the weight's gradient. If all logits
+/// take no more memory than these two, and at most three times that of the weight's gradient, the gradient of the
+/// logits is kept until the backward. The weight's gradient is then added directly to a step's sum, which is
+/// faster.
 ///
 /// ```
 /// use brimful::nn::linear_cross_entropy;

@@ -1,9 +1,9 @@
-//! Layers: BatchNorm for micro-batches, alone or fused with the ReLU behind it; fused norms and activations of
-//! transformers; projections with or without LoRA; a head fused with its loss.
+//! Layers: BatchNorm for micro-batches, alone or fused with a ReLU; fused norms and activations of transformers;
+//! projections with or without LoRA; a head fused with its loss.
 //!
-//! In training every micro-batch is normalised by its own statistics, because the mini-batch's are known only
-//! after its last sample ([`BatchNormPolicy::Exact`] waits for it). Evaluation uses the running statistics,
-//! which by default are those of the whole mini-batch:
+//! In training every micro-batch is normalised by its own statistics, because the mini-batch's statistics are
+//! known only after its last sample. Only [`BatchNormPolicy::Exact`] waits for that sample. Evaluation uses the
+//! running statistics, which by default are those of the whole mini-batch:
 //!
 //! ```
 //! use brimful::nn::batch_norm1d;

@@ -38,7 +38,7 @@ impl Projection {
         Self { weight, bias, inputs_first, adapter: LowRank::wanted(path, inputs, outputs) }
     }
 
-    /// Returns its bias, which [`Projection::forward_unbiased`] leaves out.
+    /// Returns the bias, which [`Projection::forward_unbiased`] leaves out.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }

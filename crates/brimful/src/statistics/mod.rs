@@ -233,8 +233,8 @@ impl Moved {
         Ok(foreach::copy(&self.running, &self.values)?)
     }
 
-    /// Returns the values that these statistics have on the rank at index `place`. All other ranks add zeros, so the
-    /// values are exact to the last bit. `number` identifies the sum in the collective.
+    /// Returns the values that these statistics have on the rank at index `place`. All other ranks add zeros, so
+    /// the values are exact to the last bit. `number` identifies the sum in the collective.
     pub(crate) fn as_at(
         place: usize,
         running: Vec<Tensor>,

@@ -200,8 +200,8 @@ pub(super) fn pool_all<'a>(layers: impl Iterator<Item = &'a mut Seen>) -> Result
     Ok(())
 }
 
-/// Computes the new running statistics of every layer, which move once towards the statistics of the step, and hands
-/// them to `push`.
+/// Computes the new running statistics of every layer, which move once towards the statistics of the step, and
+/// hands them to `push`.
 pub(super) fn moved<'a>(
     layers: impl Iterator<Item = &'a mut Seen>,
     mut push: impl FnMut(&Running, Vec<Tensor>),

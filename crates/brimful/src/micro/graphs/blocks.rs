@@ -1,5 +1,5 @@
-//! Memory that CUDA graphs use besides their own pool: kept alive while they use it, and released once nothing
-//! else does.
+//! Memory that CUDA graphs use besides their own pool. It is kept alive for the graphs, and released once nothing
+//! but the graphs holds it.
 
 use std::collections::HashMap;
 

@@ -40,14 +40,15 @@ impl MicroGraphs {
             Err(cause) => self.refuse(cause),
             Ok(program) => self.attempt(program, &given, part, &eager, pass)?,
         };
-        // The trial drew the same numbers a second time: the next micro-batch continues after one run, not two.
+        // The trial has drawn the eager run's random numbers again. The next micro-batch must continue as after
+        // one run.
         eager.after.restore()?;
         pass.accumulator.add_sums(eager.sums)?;
         Ok((state, need))
     }
 
-    /// Tries a replay of the captured micro-batch, with the random numbers of the eager run. Returns the shape's new
-    /// state.
+    /// Tries a replay of the captured micro-batch, with the random numbers of the eager run. Returns the shape's
+    /// new state.
     fn attempt<O: Batch>(
         &mut self,
         mut program: Program,
@@ -119,7 +120,8 @@ impl MicroGraphs {
         if count(&program.sums) == known {
             return Ok(program);
         }
-        // A term that counts once per step has no part in most eager micro-batches, but has one here.
+        // A term that counts once per step has no part in most eager micro-batches, but always has one in a
+        // capture.
         let sums = self.sums_for(&program.sums).map_err(words)?;
         capture(self, sums)
     }

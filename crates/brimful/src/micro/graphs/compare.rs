@@ -37,7 +37,8 @@ pub(super) fn verdict(
     if let Some((a, b)) = expected.iter().zip(&got).find(|(a, b)| !near(**a, **b)) {
         return Ok(Verdict::Differs(format!("a replay gives a loss of {b}, not {a}")));
     }
-    // Relative to the norm of all gradients: that of a single bias may be rounding errors alone.
+    // Errors are relative to the norm of all gradients, because a single bias's gradient may be rounding errors
+    // alone.
     let all = sizes.iter().map(|size| size * size).sum::<f64>().sqrt();
     Ok(match errors.iter().find(|error| error.is_nan() || **error > tolerance * all) {
         Some(error) => Verdict::Differs(format!(
@@ -85,7 +86,7 @@ pub(super) fn another(captured: &[String], now: &[String]) -> Option<String> {
     Some(format!("it runs `{now}` where it ran `{then}`"))
 }
 
-/// Returns the tolerance, because kernels may sum in another order each time.
+/// Returns the tolerance of a comparison. Kernels may sum in another order each time, which changes the rounding.
 fn tolerance(kind: Kind) -> f64 {
     match kind {
         Kind::Double => 1e-9,

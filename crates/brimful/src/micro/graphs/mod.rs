@@ -7,7 +7,7 @@
 //!   now and then               replayed, and eager too: still alike?
 //! ```
 //!
-//! Micro-batches that cannot be captured, or whose replay differs, stay eager.
+//! Micro-batches that cannot be captured, or whose replay differs from an eager run, run eagerly.
 
 mod blocks;
 mod capture;
@@ -78,7 +78,7 @@ pub(super) struct MicroGraphs {
     pub(super) new: bool,
     /// True if the mini-batch has used a graph.
     used: bool,
-    /// True if graphs and an eager micro-batch of the same mini-batch do not fit together.
+    /// True if graphs and an eager micro-batch of the same mini-batch do not fit into memory together.
     cramped: bool,
     /// Reason why a shape runs eagerly although CUDA graphs were requested.
     pub(super) cause: Option<String>,
@@ -88,9 +88,9 @@ pub(super) struct MicroGraphs {
 #[derive(Debug)]
 pub(super) struct Surroundings<'a> {
     pub(super) format_choice: Option<&'a FormatChoice>,
-    /// Closure that runs on it.
+    /// Closure that runs on the micro-batch.
     pub(super) closure: Closure,
-    /// True if its size is chosen. A size that is only being tried is not worth a capture.
+    /// True if the micro-batch's size is no longer being tried. A size on trial is not worth a capture.
     pub(super) is_steady: bool,
 }
 
@@ -234,7 +234,7 @@ impl MicroGraphs {
         self.new |= new;
         let is_checked = self.is_due(index);
         self.run_entry(index, pass, micro_batch, part, f, surroundings)?;
-        // A check that did not fit beside the graphs has dropped them all and moved its entry.
+        // If a check did not fit into memory beside the graphs, it has dropped all graphs and moved its entry.
         let unseen = self.entries.get(index).map_or(Bytes(0), |entry| entry.need);
         // A check runs the work twice, and a shape that is not captured yet runs slower than it will: the size
         // policy must not judge a size by these times.
@@ -309,7 +309,7 @@ impl MicroGraphs {
     fn is_in_the_way(&self, samples: f64) -> Result<bool> {
         let kept = self.kept().0;
         // Eager work cannot use the graphs' memory, so an eager micro-batch may fail although it would fit without
-        // graphs. The needs of earlier samples predict that.
+        // graphs. The need per sample of the known shapes predicts such a failure.
         let expected = |entry: &ShapeEntry| (entry.need.0 as f64 / entry.samples * samples) as u64;
         let expected = self.entries.iter().map(expected).max().unwrap_or(0);
         Ok(kept > 0 && room::free_beside(self.device, kept)? < expected)

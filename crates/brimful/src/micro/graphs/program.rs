@@ -38,7 +38,7 @@ pub(super) struct Program {
     outputs: Box<dyn Any + Send>,
     /// Operations of the closure at the capture, in words.
     pub(super) operations: Vec<String>,
-    /// Tensors that the capture touched, until `own_memory`.
+    /// Tensors that the capture touched; `own_memory` takes them.
     touched: Touched,
     /// Memory that the graph shares with others, and the part of it that the graph writes.
     pub(super) blocks: Vec<Tensor>,
@@ -62,7 +62,8 @@ pub(super) fn stream(device: Device) -> Result<Stream> {
     let stream = Stream::urgent(device)?;
     for used in [Stream::beside(device)?, stream] {
         let _inside = used.enter()?;
-        // In both threads that launch kernels: this one, and autograd's.
+        // Both threads that launch kernels allocate a workspace: this thread in forward, and autograd's in
+        // backward.
         let x = Tensor::f_ones([16, 16], (Kind::Float, device))?.set_requires_grad(true);
         backward(&[&x.f_mm(&x)?.f_sum(Kind::Float)?], &[None], false)?;
     }
@@ -70,8 +71,8 @@ pub(super) fn stream(device: Device) -> Result<Stream> {
 }
 
 impl Program {
-    /// Captures forward and backward of a micro-batch like this one, with gradients added to these sums. Runs
-    /// nothing of it.
+    /// Captures forward and backward of a micro-batch like this one, with gradients added to these sums. Records
+    /// the kernels without running them.
     pub(super) fn capture<B: Batch, R: IntoLoss>(
         setting: &Setting,
         sums: Vec<Sum>,
@@ -213,14 +214,15 @@ impl Program {
 
 /// Returns the graph's static inputs in place of a micro-batch, and the tensors in them.
 fn statics_like<B: Batch>(micro_batch: &B) -> Result<(B, Vec<Tensor>)> {
-    // Zeros, not the samples: a result that is computed now, outside the capture, then differs from a replay's.
+    // Zeros, not the samples, so that a result which is computed outside the capture differs from that of a
+    // replay.
     let statics = micro_batch.map(&mut |leaf| Ok(leaf.tensor().f_zeros_like()?))?;
     let inputs = batch::leaves(&statics).iter().map(|leaf| leaf.tensor().shallow_clone()).collect();
     Ok((statics, inputs))
 }
 
-/// Runs forward and backward on static inputs, from root gradients that are read from the device: a number
-/// would be fixed in the graph.
+/// Runs forward and backward on static inputs, from root gradients that are read from the device, because a number
+/// from the host would be fixed in the graph.
 fn run_on_statics<B: Batch, R: IntoLoss>(
     pass: &mut BatchPass<R::Outputs>,
     statics: B,
@@ -251,8 +253,8 @@ pub(super) fn watched<B: Batch, R: IntoLoss, T>(
         let (loss, output) = returned.into_parts()?;
         let terms = loss.into_terms(true)?;
         numbers.extend(terms.iter().map(Term::in_words));
-        // `then` owns the terms, so their autograd graph is freed before the list ends. Otherwise the list would
-        // include tensors that only the graph keeps.
+        // `then` owns the terms, so their autograd graph is freed before the record ends. Otherwise the record
+        // would include tensors that only the autograd graph keeps.
         untold(move || then(&terms, output))
     })?;
     touched.operations.append(&mut numbers);

@@ -1,4 +1,5 @@
-//! Memory of CUDA graphs, which no tensor's account shows during a replay.
+//! Memory of CUDA graphs. The allocator's counters do not show it during a replay, because a replay allocates no
+//! tensor.
 
 use brimful_torch::memory::{device_memory, empty_cache, reset_peak};
 use tch::{Device, Kind, Tensor};
@@ -6,14 +7,14 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 use brimful_plan::bytes::Bytes;
 
-/// The cache is not emptied where this multiple of the need is free: without it, eager work would allocate from
-/// the device anew.
+/// If this multiple of the need is free, the cache is kept: after emptying it, eager work would have to allocate
+/// from the device again.
 const PLENTY_FACTOR: u64 = 2;
 
 /// Needs of CUDA graphs. They never replay at the same time, so they share one pool.
 #[derive(Debug, Default)]
 pub(in crate::micro) struct CaptureRoom {
-    /// Largest need of any of them.
+    /// Largest need of any graph.
     needed: u64,
     /// Peak memory of a step before a capture interrupted its account.
     interrupted: u64,
@@ -68,14 +69,15 @@ pub(super) fn free_memory(device: Device, need: u64) -> Result<u64> {
 /// allocating it in hundreds of pieces would take longer than the work itself.
 pub(super) fn stock_up(device: Device, bytes: u64) -> Result<()> {
     let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
-    // If this fails, the memory may still be there in pieces.
+    // A failure is ignored, because the memory may still be free in smaller pieces.
     drop(Tensor::f_empty([bytes], (Kind::Uint8, device)));
     Ok(reset_peak(device)?)
 }
 
 impl CaptureRoom {
     /// Counts the bytes that a capture has allocated, which its replays will use. A failed capture has freed them.
-    /// Bytes that are still allocated are in use already. Returns the need of a replay.
+    /// Bytes that stay allocated after the capture are not counted, because they are in use already. Returns the
+    /// need of a replay.
     pub(super) fn add(&mut self, watch: &Watch, succeeded: bool) -> Result<Bytes> {
         let now = device_memory(watch.device)?;
         let need = if succeeded { now.peak.saturating_sub(now.current) } else { 0 };
@@ -86,15 +88,16 @@ impl CaptureRoom {
         Ok(Bytes(need))
     }
 
-    /// Counts an eager run during which no graph was running, so that the two did not need their memory at the same
-    /// time.
+    /// Counts an eager run during which no graph was running, so that the two did not need their memory at the
+    /// same time.
     pub(super) fn pause(&mut self, watch: &Watch) -> Result<()> {
         let peak = device_memory(watch.device)?.peak;
         self.interrupted = self.interrupted.max(watch.before + self.needed).max(peak);
         Ok(reset_peak(watch.device)?)
     }
 
-    /// Returns the account of a step whose graphs are about to be dropped: their part of its peak remains.
+    /// Returns the account of a step whose graphs are about to be dropped. The account keeps the graphs' part of
+    /// the step's peak.
     pub(super) fn interrupted(&self, device: Device) -> Result<Self> {
         let peak = device_memory(device)?.peak + self.needed;
         Ok(Self { needed: 0, interrupted: self.interrupted.max(peak) })

@@ -1,4 +1,4 @@
-//! Properties that two micro-batches must share to be the same work.
+//! Properties in which two micro-batches must agree for one CUDA graph to replay both.
 
 use std::any::{TypeId, type_name};
 
@@ -25,7 +25,7 @@ impl Closure {
     }
 }
 
-/// True for a tensor that requires a gradient, which a CUDA graph does not give it.
+/// True for a tensor that requires a gradient. A CUDA graph computes no gradients of its inputs.
 type WantsGradient = bool;
 
 /// Shape of a micro-batch, with the closure that runs on it.

@@ -1,5 +1,5 @@
-//! Trial of a CUDA graph beside an eager run: from empty sums, with the same random numbers; all that it writes
-//! elsewhere is restored.
+//! Trial of a CUDA graph, to compare it with an eager run. The trial starts from empty sums, draws the eager run's
+//! random numbers, and restores all else that it writes.
 
 use std::collections::HashSet;
 
@@ -18,7 +18,7 @@ use crate::loss::{IntoLoss, MicroBatchWeight};
 use crate::micro::pass::BatchPass;
 use crate::random::Randomness;
 
-/// A micro-batch that has run eagerly for its mini-batch, with its gradients still apart.
+/// A micro-batch that has run eagerly for its mini-batch, whose gradients are not yet added to the mini-batch's.
 #[derive(Debug)]
 pub(super) struct Eager {
     pub(super) sums: Vec<Sum>,
@@ -45,7 +45,7 @@ impl Eager {
         let earlier = pass.accumulator.exchange(Vec::new());
         let (ran, touched) = watched(micro_batch, f, |terms, output| {
             let readout = Readout::of(terms)?;
-            // Before the backward, which frees the graph.
+            // Found before the backward, which frees the autograd graph.
             let other_leaf = pass.other_leaf(terms)?;
             pass.add(terms, &output, part)?;
             Ok((readout, other_leaf))
@@ -76,7 +76,7 @@ impl ReplayTrial {
         part: &MicroBatchWeight,
         device: Device,
     ) -> Result<Self> {
-        // A trial and its eager run would move running statistics and counters twice.
+        // Without these copies, the trial and its eager run would move running statistics and counters twice.
         let before = program.effects.iter().map(Tensor::f_detach_copy);
         let before = before.collect::<Result<Vec<_>, _>>()?;
         program.try_on(micro_batch, part)?;
@@ -108,7 +108,7 @@ impl ReplayTrial {
         if !self.blocks.iter().all(|block| used.contains(block)) {
             return Ok(Verdict::Differs("it uses another tensor than it did".into()));
         }
-        // Half-precision parameters round all other values too: theirs is the tolerance.
+        // Half-precision parameters make all other values as coarse, so their dtype sets the tolerance.
         let kind = coarsest(parameters);
         Ok(match verdict(kind, &eager.sums, &eager.readout, &self.sums, &self.readout)? {
             Verdict::Alike if self.after != eager.after => {

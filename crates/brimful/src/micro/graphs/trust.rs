@@ -20,21 +20,21 @@ const LASTING: u64 = 64;
 pub(super) struct Trust {
     /// Step of the capture; `None` before it.
     captured: Option<u64>,
-    /// Step of the last comparison that found both alike.
+    /// Step of the last comparison that found replay and eager run alike.
     agreed: u64,
     checks: u32,
     gap: u64,
 }
 
 impl Trust {
-    /// Records a capture in this step, whose trial found both alike. A shape that was dropped to make room for
-    /// a check, and is captured again, keeps its trust.
+    /// Records a capture in this step, whose trial found replay and eager run alike. A shape that was dropped to
+    /// make room for a check, and is captured again, keeps its trust.
     pub(super) fn captured(self, step: u64) -> Self {
         let captured = self.captured.or(Some(step));
         Self { captured, agreed: step, gap: self.gap.max(1), ..self }
     }
 
-    /// Records a check in this step that found both alike.
+    /// Records a check in this step that found replay and eager run alike.
     pub(super) fn confirmed(self, step: u64) -> Self {
         let checks = self.checks + 1;
         let gap = if checks < FIRST { 1 } else { (self.gap * 2).min(LONGEST) };
@@ -45,7 +45,8 @@ impl Trust {
         step >= self.agreed + self.gap
     }
 
-    /// Returns the number of steps since the last comparison that found both alike; all of them may be wrong.
+    /// Returns the number of steps since the last comparison that found replay and eager run alike. All of these
+    /// steps may be wrong.
     pub(super) fn unchecked(self, step: u64) -> u64 {
         step.saturating_sub(self.agreed + 1)
     }
