@@ -188,7 +188,9 @@ fn shared(turns: Vec<Turn>) -> Result<Vec<ChatMessage>> {
     let message = |Turn { from, value, weight }: Turn| {
         let known = SPEAKERS.iter().find(|(speaker, _)| *speaker == from);
         let (_, role) = known.ok_or_else(|| {
-            anyhow!("in `conversations`, a message has `from`: {from}; it must be human, gpt or system")
+            anyhow!(
+                "in `conversations`, a message has `from`: {from}; it must be human, gpt or system"
+            )
         })?;
         ChatMessage::new(*role, value).weighted(weight.as_ref()).map_err(|error| anyhow!(error))
     };
