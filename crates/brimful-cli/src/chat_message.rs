@@ -14,9 +14,9 @@ pub(crate) const ANSWERS: &str = "assistant";
 pub(crate) struct ChatMessage {
     pub(crate) role: String,
     pub(crate) content: String,
-    /// False for a message of weight 0, which is context alone.
+    /// False for a message of weight 0, which is only context: the model does not learn it.
     is_learnt: bool,
-    /// All fields of the message in the data, which chat templates may read.
+    /// All fields that the message has in the data, because chat templates may read any of them.
     pub(crate) told: Map<String, Value>,
 }
 
@@ -29,7 +29,7 @@ impl ChatMessage {
         Self { told: told.into_iter().collect(), role, content, is_learnt: true }
     }
 
-    /// Sets the weight that the data give a message: 0 for context alone, or 1.
+    /// Sets the weight that the data give a message: 0 for a message that is only context, or 1.
     pub(crate) fn weighted(self, weight: Option<&Value>) -> Result<Self, String> {
         let is_learnt = match weight {
             None | Some(Value::Null) => true,
@@ -40,12 +40,12 @@ impl ChatMessage {
         Ok(Self { is_learnt, ..self })
     }
 
-    /// Returns whether the message is one that the model should learn to produce.
+    /// Returns whether the message is an answer that the model learns.
     pub(crate) fn is_answer(&self) -> bool {
         self.role == ANSWERS && self.is_learnt
     }
 
-    /// Returns whether the message is an answer that is context alone.
+    /// Returns whether the message is an answer that is only context.
     pub(crate) fn is_unlearnt_answer(&self) -> bool {
         self.role == ANSWERS && !self.is_learnt
     }
@@ -89,7 +89,7 @@ pub(crate) struct ChatText {
 }
 
 impl ChatText {
-    /// Appends a piece, and records its range if it is an answer.
+    /// Appends a text, and records its range if it is an answer.
     pub(crate) fn push(&mut self, piece: &str, is_answer: bool) {
         let start = self.text.len();
         self.text += piece;

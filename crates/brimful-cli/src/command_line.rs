@@ -1,4 +1,5 @@
-//! From a command line to an exit code: parses it, runs one command, and reports an error in one line.
+//! Command line of a program: the module parses it, runs the command, reports an error in one line, and exits with
+//! a code.
 
 use std::env;
 use std::ffi::OsString;
@@ -15,7 +16,7 @@ use crate::args::Global;
 use crate::exit::{self, Exit, without_panic};
 use crate::{config, output, progress};
 
-/// Command line of a program: its arguments and its commands.
+/// Parsed command line of a program: a command and its flags.
 pub trait CommandLine: Parser {
     /// Name of the program, at the beginning of its error messages.
     const PROGRAM: &'static str;
@@ -40,13 +41,13 @@ pub fn run<C: CommandLine>() -> ! {
             ended::<C>(outcome, line.global().verbose)
         }
     };
-    // An error has been printed by now, or nobody reads.
+    // An error here is not reported: `output::piece` has flushed and reported already.
     let _unread = io::stdout().flush();
     libtorch::exit_at_once(exit.code())
 }
 
-/// Parses the command line. Prints a request for help or a usage error at once, and returns the exit code as the
-/// error.
+/// Parses the command line. If the words ask for help or are invalid, prints the help or the error, and returns
+/// the exit code as an `Err`.
 fn read<C: CommandLine>(words: Vec<OsString>) -> Result<C, Exit> {
     parse::<C>(words).map_err(|error| match error.downcast_ref::<clap::Error>() {
         Some(answer) => print(answer),
@@ -54,14 +55,14 @@ fn read<C: CommandLine>(words: Vec<OsString>) -> Result<C, Exit> {
     })
 }
 
-/// Parses the command line, with the flags of the config file that it names.
+/// Parses the command line, with the flags of its config file and of the run that it resumes.
 fn parse<C: CommandLine>(words: Vec<OsString>) -> Result<C> {
     let matches = config::matches(taking_negative_numbers(C::command()), words)?;
     Ok(C::from_arg_matches(&matches)?)
 }
 
-/// Lets every flag take a negative number, so that its own value parser refuses it instead of clap calling it an
-/// unexpected argument.
+/// Lets every flag take a negative number. Then the flag's value parser reports a wrong number; without this, clap
+/// would call the number an unexpected argument.
 fn taking_negative_numbers(command: Command) -> Command {
     let taking = |arg: Arg| match arg.get_action() {
         ArgAction::Set | ArgAction::Append => arg.allow_negative_numbers(true),
@@ -74,7 +75,7 @@ fn taking_negative_numbers(command: Command) -> Command {
 fn print(answer: &clap::Error) -> Exit {
     let exit = if answer.use_stderr() { Exit::WrongUse } else { Exit::Done };
     match answer.print() {
-        // A reader that closes the pipe early, as `head` does, got its answer.
+        // A reader that closes the pipe early, as `head` does, has read enough.
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Exit::Failed,
         _ => exit,
     }
@@ -99,15 +100,16 @@ fn prepare(global: &Global) -> Result<()> {
     exit::survive_file_limits()
 }
 
-/// Number of spins, some ten microseconds, after which an idle thread sleeps.
+/// Variable for the number of spins after which an idle thread sleeps, and its value: some ten microseconds.
 const SPINS: (&str, &str) = ("GOMP_SPINCOUNT", "10000");
-/// Other variables that set how threads wait.
+/// Other variables that set how idle threads wait.
 const SAID: [&str; 2] = ["OMP_WAIT_POLICY", "KMP_BLOCKTIME"];
 
-/// Restarts the program in this process, with idle threads of libtorch that soon sleep: on a busy machine, threads
-/// that spin take time from those that compute. OpenMP's library reads its variables when it is loaded, before
-/// `main`. Returns if the environment sets how threads wait, as it does after a restart, or allows only one thread;
-/// or if the restart fails.
+/// Restarts the program in this process with an environment in which libtorch's idle threads soon sleep. On a busy
+/// machine, idle threads that spin take time from threads that compute. A restart is needed, because the OpenMP
+/// library reads its variables when it is loaded, before `main`. Returns without a restart if the environment
+/// already sets how threads wait, as it does after a restart, or allows only one thread. Also returns if the
+/// restart fails.
 pub(crate) fn sleep_soon() {
     let is_alone = env::var_os("OMP_NUM_THREADS").is_some_and(|threads| threads == "1");
     if is_alone || SAID.iter().chain([&SPINS.0]).any(|name| env::var_os(name).is_some()) {
@@ -115,7 +117,7 @@ pub(crate) fn sleep_soon() {
     }
     let mut words = env::args_os();
     if let (Some(name), Ok(program)) = (words.next(), env::current_exe()) {
-        // If the restart fails, the program runs on, slower on a busy machine.
+        // If the restart fails, the program continues, but is slower on a busy machine.
         let _refused =
             process::Command::new(program).arg0(name).args(words).env(SPINS.0, SPINS.1).exec();
     }

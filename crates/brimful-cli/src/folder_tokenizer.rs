@@ -1,7 +1,8 @@
 //! Tokenizer and chat template of a folder, built from its files as transformers' `AutoTokenizer` does.
 //!
-//! Some classes of transformers take only the vocabulary and the special tokens from tokenizer.json, and have
-//! normalisation and splitting in their code: [`TokenizerClass::rebuild`]. All others follow tokenizer.json.
+//! Some tokenizer classes of transformers take only the vocabulary, the merges and the special tokens from
+//! tokenizer.json; their code fixes normalisation and splitting. [`TokenizerClass::rebuild`] does the same. All
+//! other classes follow tokenizer.json.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use crate::files::text_of;
 use crate::jinja_template::JinjaTemplate;
 
 pub(crate) const FILE: &str = "tokenizer.json";
-/// Both files of a byte-level tokenizer in the older form.
+/// The two files of a byte-level tokenizer in the older form, without tokenizer.json.
 const VOCABULARY: &str = "vocab.json";
 const MERGES: &str = "merges.txt";
 /// Files of tokenizers in unsupported forms.
@@ -31,7 +32,7 @@ const OTHERS: [&str; 6] = [
 /// Names of special tokens, in the order in which new ones are numbered.
 const NAMES: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-/// Text in tokenizer.json of every byte-level tokenizer, and of no other.
+/// Text that tokenizer.json contains if, and only if, the tokenizer is byte-level.
 const BYTE_LEVEL: &str = "\"ByteLevel\"";
 /// Regular expression with which Qwen's tokenizers split text.
 const QWEN_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -42,11 +43,11 @@ pub(crate) enum TokenizerClass {
     Llama,
     Gpt2,
     Qwen2,
-    /// Any other class, as tokenizer.json describes it.
+    /// Any other class; tokenizer.json alone describes the tokenizer.
     AsSaved,
 }
 
-/// Reads the folder's tokenizer, if it has one, and its class.
+/// Reads the folder's tokenizer, if the folder has one, and the tokenizer's class.
 pub(crate) fn read(
     folder: &Path,
     told: &TokenizerConfig,
@@ -102,7 +103,7 @@ fn built(parts: &Value) -> Result<Tokenizer> {
     parts.to_string().parse().map_err(|error| anyhow!("{error}"))
 }
 
-/// Returns the lines of merges.txt without the one with its version.
+/// Returns the lines of merges.txt, without empty lines and the version line.
 fn merges_of(text: &str) -> Vec<&str> {
     text.lines().filter(|line| !line.is_empty() && !line.starts_with("#version")).collect()
 }
@@ -116,7 +117,7 @@ fn unread(folder: &Path, found: &str) -> String {
     )
 }
 
-/// Lists the tokens added to the vocabulary of an older form, by number.
+/// Lists the tokens that a folder in the older form adds to its vocabulary, by number.
 fn listed_tokens(folder: &Path, told: &TokenizerConfig) -> Result<Vec<String>> {
     let decoder = told.get("added_tokens_decoder").as_object();
     let added = json_of(&folder.join("added_tokens.json"))?;
@@ -142,8 +143,8 @@ fn add(tokenizer: &mut Tokenizer, tokens: Vec<String>) -> Result<()> {
     tokenizer.add_special_tokens(tokens).map(drop).map_err(|error| anyhow!("{error}"))
 }
 
-/// Adds a post-processor that puts the special tokens of tokenizer_config.json around texts. A tokenizer.json has its
-/// own.
+/// Adds a post-processor that puts the special tokens of tokenizer_config.json around texts. A tokenizer.json
+/// would have its own post-processor.
 fn frame(tokenizer: &mut Tokenizer, class: TokenizerClass, told: &TokenizerConfig) -> Result<()> {
     let names = told.named_tokens(class.usual_tokens());
     let wanted = |flag: &str, name: &str| {
@@ -173,14 +174,14 @@ fn frame(tokenizer: &mut Tokenizer, class: TokenizerClass, told: &TokenizerConfi
 }
 
 impl TokenizerClass {
-    /// Returns the class that `AutoTokenizer` takes for the folder.
+    /// Returns the class that transformers' `AutoTokenizer` chooses for the folder.
     fn of(folder: &Path, told: &TokenizerConfig, is_byte_level: bool) -> Result<Self> {
         let config = json_of(&folder.join("config.json"))?;
         let class = [told.get("tokenizer_class"), &config["tokenizer_class"]];
         let class = class.into_iter().find_map(Value::as_str);
         let class = class.map(|name| name.strip_suffix("Fast").unwrap_or(name));
         Ok(match (config["model_type"].as_str(), class) {
-            // Folders of these types often name another class than theirs.
+            // Folders of these model types often name a class that is not the type's class, so the type decides.
             (Some("qwen2"), _) => Self::Qwen2,
             (Some("mistral"), _) => Self::AsSaved,
             (_, Some("LlamaTokenizer")) if !is_byte_level => Self::Llama,
@@ -190,7 +191,7 @@ impl TokenizerClass {
         })
     }
 
-    /// Returns the class's special tokens, used unless the folder names others.
+    /// Returns the class's special tokens by name. A folder can name other tokens, which replace them.
     pub(crate) fn usual_tokens(self) -> &'static [(&'static str, &'static str)] {
         const END: &str = "<|endoftext|>";
         match self {
@@ -201,7 +202,7 @@ impl TokenizerClass {
         }
     }
 
-    /// Lists the tokens that are matched as a whole anywhere in a text.
+    /// Lists the special tokens, which are matched as a whole anywhere in a text.
     fn special_tokens(self, told: &TokenizerConfig) -> Vec<String> {
         let mut named = told.named_tokens(self.usual_tokens());
         let mut tokens: Vec<_> = NAMES.iter().filter_map(|name| named.remove(*name)).collect();
@@ -210,7 +211,7 @@ impl TokenizerClass {
         tokens
     }
 
-    /// Replaces normalisation and splitting in tokenizer.json with those of the class.
+    /// Replaces normalisation, splitting and decoding in `parts` with the class's own.
     fn rebuild(self, parts: &mut Value, told: &TokenizerConfig) {
         let prefix = told.get("add_prefix_space").as_bool();
         let (normalizer, splits, decoder, falls_back) = match self {
@@ -235,7 +236,7 @@ impl TokenizerClass {
     }
 }
 
-/// Maps each byte to a character, with or without splitting into words.
+/// Makes a step that maps each byte to a character. If `splits` is true, the step also splits the text into words.
 fn bytes(prefix: Option<bool>, splits: bool) -> Value {
     json!({ "type": "ByteLevel", "add_prefix_space": prefix.unwrap_or(false), "trim_offsets": true,
             "use_regex": splits })
@@ -277,7 +278,7 @@ pub(crate) struct TokenizerConfig {
 }
 
 impl TokenizerConfig {
-    /// Reads the folder's settings; without a file there are none.
+    /// Reads the folder's settings. Without a file, all settings are null.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
         let mut told = json_of(&path)?;
@@ -292,12 +293,12 @@ impl TokenizerConfig {
         Ok(Self { path, told })
     }
 
-    /// Returns the setting of this name, or null.
+    /// Returns the setting with this key, or null.
     pub(crate) fn get(&self, key: &str) -> &Value {
         &self.told[key]
     }
 
-    /// Returns tokens by name, such as `bos_token`; `usual` are the defaults of the tokenizer's class.
+    /// Returns the tokens by name, such as `bos_token`. `usual` has the defaults of the tokenizer's class.
     pub(crate) fn named_tokens(&self, usual: &[(&str, &str)]) -> BTreeMap<String, String> {
         let usual = usual.iter().map(|(name, token)| ((*name).to_owned(), (*token).to_owned()));
         let mut tokens: BTreeMap<_, _> = usual.collect();
@@ -318,7 +319,7 @@ impl TokenizerConfig {
     }
 }
 
-/// Reads the JSON object in a file; null if there is no file.
+/// Reads the JSON object in a file, or returns null if the file does not exist.
 pub(crate) fn json_of(path: &Path) -> Result<Value> {
     if !path.is_file() {
         return Ok(Value::Null);
@@ -328,7 +329,7 @@ pub(crate) fn json_of(path: &Path) -> Result<Value> {
     object.map(Value::Object).map_err(wrong)
 }
 
-/// Returns the text of a token, given as a string or as an object with its content.
+/// Returns the text of a token, which is a string, or an object with a `content`.
 fn token_text(token: &Value) -> Option<String> {
     token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned)
 }
@@ -344,12 +345,14 @@ pub(crate) struct FolderTemplate {
     text: String,
     /// Tokens by the names that templates use.
     tokens: BTreeMap<String, String>,
-    /// Template, parsed at the first conversation: a training on other texts needs no valid template.
+    /// Parsed template. It is parsed at the first conversation, because training on plain texts needs no valid
+    /// template.
     understood: OnceLock<Result<JinjaTemplate, String>>,
 }
 
 impl FolderTemplate {
-    /// Reads the folder's template, if it has one; `usual` are the default tokens of the tokenizer's class, by name.
+    /// Reads the folder's template, if the folder has one. `usual` has the default tokens of the tokenizer's
+    /// class, by name.
     pub(crate) fn read(
         folder: &Path,
         told: &TokenizerConfig,
@@ -367,7 +370,7 @@ impl FolderTemplate {
         Ok(Some(Self { place, text, tokens, understood: OnceLock::new() }))
     }
 
-    /// Returns whether the template's text contains this.
+    /// Returns whether the template contains this text.
     pub(crate) fn mentions(&self, text: &str) -> bool {
         self.text.contains(text)
     }
@@ -380,7 +383,7 @@ impl FolderTemplate {
     }
 }
 
-/// Returns the only template, or the default one of several named templates.
+/// Returns the only template, or among several named templates the default template.
 fn usual_template(told: &Value) -> Option<&str> {
     let is_usual = |one: &&Value| one["name"] == "default";
     let named = || told.as_array()?.iter().find(is_usual)?["template"].as_str();

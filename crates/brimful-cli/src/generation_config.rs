@@ -1,4 +1,4 @@
-//! Generation settings of a folder's model: its generation_config.json, as transformers applies it.
+//! Generation settings in a folder's generation_config.json, with the defaults and meanings of transformers.
 
 use std::path::Path;
 
@@ -11,17 +11,17 @@ use crate::folder_tokenizer::json_of;
 const FILE: &str = "generation_config.json";
 /// Default of `top_k` when sampling is on.
 const TOP_K: u64 = 50;
-/// Keys that are used here, or do not affect the choice of tokens.
+/// Keys that are supported, or do not affect the choice of tokens.
 const KNOWN: [&str; 18] = [
     "eos_token_id",
     "do_sample",
     "temperature",
     "top_k",
     "top_p",
-    // The tokenizer adds it, and nothing is padded.
+    // The tokenizer adds the first token, and generation pads nothing.
     "bos_token_id",
     "pad_token_id",
-    // `--tokens` sets it.
+    // `--tokens` sets the length.
     "max_length",
     "max_new_tokens",
     "use_cache",
@@ -38,11 +38,11 @@ const KNOWN: [&str; 18] = [
 /// Settings of a folder's generation_config.json.
 #[derive(Debug, Default)]
 pub(crate) struct GenerationConfig {
-    /// Tokens that end a text, if it names any.
+    /// Tokens that end a text, if the file names any.
     pub(crate) ends: Option<Vec<i64>>,
-    /// Sampling parameters, if it sets any.
+    /// Sampling parameters, if the file sets `do_sample`.
     pub(crate) sampling: Option<Sampling>,
-    /// Settings that are not supported, as text.
+    /// Settings of the file that are not supported, each as text.
     pub(crate) left_out: Vec<String>,
 }
 
@@ -64,7 +64,7 @@ impl Default for Sampling {
 }
 
 impl GenerationConfig {
-    /// Reads the folder's settings; without a file there are none.
+    /// Reads the folder's settings. Without a file, nothing is set.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(FILE);
         let told = json_of(&path)?;
@@ -94,7 +94,8 @@ struct SettingsFile<'a> {
 }
 
 impl SettingsFile<'_> {
-    /// Reads a setting, or refuses its value; null counts as absent.
+    /// Reads a setting, or refuses its value with an error that asks for the `wanted` one. A null counts as
+    /// absent.
     fn setting<T>(
         self,
         key: &str,
@@ -127,7 +128,7 @@ impl SettingsFile<'_> {
     }
 }
 
-/// Returns whether an unknown setting has an effect.
+/// Returns whether an unknown setting has a value that would change generation.
 fn has_effect(key: &str, value: &Value) -> bool {
     let nothing = match key {
         _ if key.starts_with('_') => return false,

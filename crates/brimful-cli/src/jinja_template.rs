@@ -1,5 +1,5 @@
-//! A folder's own chat template in Jinja: it writes the text of a conversation, and the answers within it are
-//! located.
+//! A folder's own chat template in Jinja. The template writes the text of a conversation; this module locates the
+//! answers in the text.
 //!
 //! A template may mark answers itself (`{% generation %}`). Otherwise an answer is the text that its message adds
 //! after the generation prompt.
@@ -16,9 +16,10 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use crate::chat_message::{ChatMessage, ChatText};
 
 const NAME: &str = "chat";
-/// Marks of the start and end of an answer while a text is rendered: Unicode reserves both, so no text has them.
+/// Marks of the start and end of an answer while a text is rendered: Unicode reserves both characters for internal
+/// use, and messages that contain one are refused.
 const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
-/// Blocks that the marks replace.
+/// Names of the blocks that the marks replace.
 const BLOCKS: [&str; 2] = ["generation", "endgeneration"];
 const REMEDY: &str =
     "mend it, or take it out: conversations are then written as for folders that have none";
@@ -38,7 +39,7 @@ impl JinjaTemplate {
     /// Parses the template found at `place`, with these tokens by name.
     pub(crate) fn new(place: &str, text: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
         let mut environment = Environment::new();
-        // Sets the syntax that templates of folders are written for.
+        // transformers renders templates with these two settings too.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
         environment.set_syntax(syntax);
         environment.set_unknown_method_callback(unknown_method_callback);
@@ -56,7 +57,7 @@ impl JinjaTemplate {
         Ok(Self { environment, place: place.to_owned(), end, is_marked })
     }
 
-    /// Writes the conversation's text.
+    /// Writes the conversation's text, with the ranges of its answers.
     pub(crate) fn write(&self, messages: &[ChatMessage]) -> Result<ChatText> {
         let has_marks = |text: &str| text.contains(MARKS);
         ensure!(
@@ -77,11 +78,11 @@ impl JinjaTemplate {
         Ok(ChatText { text, answers })
     }
 
-    /// Renders the conversation; `asks` appends the generation prompt.
+    /// Renders the conversation, with the generation prompt at its end if `asks` is true.
     fn render(&self, messages: &[ChatMessage], asks: bool) -> Result<String> {
         let told = |message: &ChatMessage| Value::from(Serde(&message.told));
         let messages: Vec<Value> = messages.iter().map(told).collect();
-        // Templates test whether there are tools and documents.
+        // Templates test whether `tools` and `documents` are none.
         let none = || Value::from(());
         let given = context! {
             messages, tools => none(), documents => none(), add_generation_prompt => asks
@@ -111,7 +112,7 @@ impl JinjaTemplate {
         Ok(answers)
     }
 
-    /// Returns how many bytes of an answer the model learns: up to the token that ends it.
+    /// Returns how many bytes of an answer the model learns: up to and including the answer's end token.
     fn said(&self, added: &str) -> usize {
         let end = self.end.as_deref().and_then(|end| Some(added.rfind(end)? + end.len()));
         end.unwrap_or(added.len())
@@ -124,8 +125,8 @@ fn unreadable(place: &str, error: &Error) -> anyhow::Error {
     anyhow!("{place}{line}: {reason}: {REMEDY}")
 }
 
-/// Replaces the blocks around answers, which Jinja does not know, by marks. A mark stands in a condition that always
-/// holds, so that white space around it is treated as around any block.
+/// Replaces the blocks around answers, which Jinja does not know, by marks. Each mark is put between `if true` and
+/// `endif`, so that Jinja trims white space around it as around any block.
 fn with_marks(text: &str) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -144,13 +145,13 @@ fn with_marks(text: &str) -> String {
     out + rest
 }
 
-/// Returns the text before the next block, within it and after it.
+/// Returns the text before the next block, the text within the block, and the text after the block.
 fn next_block(text: &str) -> Option<(&str, (&str, &str))> {
     let (before, after) = text.split_once("{%")?;
     Some((before, after.split_once("%}")?))
 }
 
-/// Removes the marks from a text, and returns it with its answers.
+/// Removes the marks from a text, and returns the text with the answers that were between marks.
 fn without_marks(text: &str) -> ChatText {
     let ([begin, end], mut chat) = (MARKS, ChatText::default());
     for (at, piece) in text.split(begin).enumerate() {

@@ -1,5 +1,5 @@
-//! Models of the program: those built in, by name, and those of Hugging Face folders with their data, layers, weights and
-//! saved files.
+//! Models of the program: built-in models by name, and models of Hugging Face folders, with their data, layers,
+//! weights and saved files.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -107,7 +107,7 @@ impl FineTuneOptions {
     }
 }
 
-/// A model: built in, or a folder's.
+/// A model: built in, or described by a folder.
 #[derive(Debug)]
 pub(crate) enum Model {
     Named(ModelName),
@@ -126,7 +126,7 @@ impl Model {
         }
     }
 
-    /// Opens the data of this name or at this path.
+    /// Opens the data with this name or at this path.
     pub(crate) fn data(&self, data: &str, wishes: SampleWishes, seed: u64) -> Result<Dataset> {
         match self {
             Self::Named(name) => name.data(data, wishes, seed),
@@ -134,7 +134,8 @@ impl Model {
         }
     }
 
-    /// Returns the layers for samples of this shape, with the given kind of BatchNorm statistics if any.
+    /// Returns the layers for samples of this shape. BatchNorms use the given kind of statistics, or else the
+    /// model's default.
     pub(crate) fn layers(
         &self,
         sample: &Sample,
@@ -163,7 +164,7 @@ pub(crate) struct FineTune {
     pretrained: Pretrained,
     tokenizer: Arc<Tokenizer>,
     lora: Option<Lora>,
-    /// Adapter that the training starts from.
+    /// Adapter that the training starts from, or that is loaded into a trained model.
     adapter: Option<AdapterFolder>,
     merge: bool,
     from_scratch: bool,
@@ -184,7 +185,7 @@ impl FineTune {
         Self::of(pretrained, options)
     }
 
-    /// Opens a folder to use its trained model, with an adapter if there is one.
+    /// Opens a folder to use its trained model, with an adapter if one is given.
     pub(crate) fn trained(folder: &Path, adapter: Option<&Path>) -> Result<Arc<Self>> {
         let pretrained = Pretrained::open(folder).map_err(|error| unopened(folder, &error))?;
         let adapter = adapter.map(Path::to_owned);
@@ -222,7 +223,7 @@ impl FineTune {
         self.pretrained.config().context()
     }
 
-    /// Lists the tokens that end a text, as the folder's config.json has them.
+    /// Lists the tokens that end a text, according to the folder's config.json.
     pub(crate) fn end_tokens(&self) -> Vec<i64> {
         self.pretrained.end_tokens()
     }
@@ -240,7 +241,7 @@ impl FineTune {
         })
     }
 
-    /// Returns the dtype of the weights in the folder's files; none for a model with random weights.
+    /// Returns the dtype of the weights in the folder's files, or none for a model with random weights.
     pub(crate) fn stored_kind(&self) -> Option<Kind> {
         self.pretrained.stored_kind()
     }
@@ -291,7 +292,7 @@ impl FineTune {
         }
     }
 
-    /// Loads the folder's weights into the variables, and those of the adapter if there is one.
+    /// Loads the folder's weights into the variables, and the adapter's weights if there is an adapter.
     pub(crate) fn load(&self, variables: &Named) -> Result<()> {
         self.pretrained.load(variables)?;
         let adapter = self.adapter.iter();
@@ -317,7 +318,8 @@ impl FineTune {
         }
     }
 
-    /// Refuses a folder for `--save` if other files would be lost, or its adapter could not be used with any model.
+    /// Refuses a folder for `--save` if other files in it would be lost. Also refuses to save an adapter without
+    /// its random base weights, because no other model could use the adapter.
     pub(crate) fn check_place(&self, folder: &Path) -> Result<()> {
         let shown = folder.display();
         ensure_use!(
@@ -328,7 +330,7 @@ impl FineTune {
         self.refuse_occupied(folder).map_err(|error| wrong_use(format!("--save {shown}: {error}")))
     }
 
-    /// Refuses a folder with other files than a model's, which would be lost.
+    /// Refuses a folder with files that are not a model's, because the write would delete them.
     fn refuse_occupied(&self, folder: &Path) -> Result<(), PretrainedError> {
         match self.writes_adapter() {
             true => check_adapter_place(folder),
@@ -336,7 +338,7 @@ impl FineTune {
         }
     }
 
-    /// Returns whether the saved folder has this variable.
+    /// Returns whether [`FineTune::save`] writes this variable.
     pub(crate) fn writes(&self, name: &str) -> bool {
         !self.writes_adapter() || Lora::is_adapter(name)
     }
@@ -345,8 +347,8 @@ impl FineTune {
         self.lora.is_some() && !self.merge
     }
 
-    /// Writes a folder of the model with these variables, or of its adapter. `add` may write more files into it. The
-    /// write is atomic.
+    /// Writes the model with these variables to a folder, or with LoRA only its adapter. `add` may write more
+    /// files into the folder. The write is atomic.
     pub(crate) fn save(
         &self,
         folder: &Path,
@@ -363,7 +365,7 @@ impl FineTune {
     }
 }
 
-/// Explains why a folder is not a model's, and whether it is an adapter's.
+/// Makes the error for a folder that holds no model. If the folder holds an adapter, the error says so.
 pub(crate) fn unopened(folder: &Path, error: &PretrainedError) -> anyhow::Error {
     match is_adapter(folder) {
         true => wrong_use(format!(
@@ -409,7 +411,7 @@ fn unwritten(folder: &Path, error: PretrainedError) -> brimful::Error {
     }
 }
 
-/// Prefixes of the names of models that exist only as folders.
+/// Prefixes of names of models that are not built in, but can be read from folders.
 const FOLDERS_ALONE: [&str; 3] = ["llama", "mistral", "qwen"];
 
 /// Value of `--model`.
@@ -446,7 +448,8 @@ impl FromStr for ModelSource {
 }
 
 impl ModelSource {
-    /// Returns a notice if a published model has the same name, because its weights are not loaded.
+    /// Returns a notice if a published model has the name of this built-in model. The notice says that the
+    /// published weights are not loaded.
     pub(crate) fn notice(&self) -> Option<String> {
         let Self::Named(name) = self else { return None };
         let published =

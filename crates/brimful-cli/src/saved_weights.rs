@@ -17,11 +17,11 @@ use crate::model::{FineTune, ModelSource};
 use crate::named::{self, Comparison, Named};
 use crate::setting::{EvaluationPlace, ModelName, NumberType};
 
-/// Prefix of an optimizer's tensors and texts in a file of `--save`.
+/// Prefix of an optimizer's tensors and metadata in a file that `--save` wrote.
 pub(crate) const OPTIMIZER: &str = "optimizer.";
-/// Prefix of the averages of weights.
+/// Prefix of the averages of weights (EMA).
 pub(crate) const AVERAGES: &str = "ema.";
-/// Metadata key of a run's finished epochs, which every run has.
+/// Metadata key of the number of finished epochs, which every file of a run has.
 pub(crate) const EPOCH: &str = "epoch";
 /// Metadata key of the flags given to a run: names and values in JSON.
 pub(crate) const FLAGS: &str = "flags";
@@ -29,11 +29,11 @@ pub(crate) const FLAGS: &str = "flags";
 pub(crate) const CLASSES: &str = "classes";
 /// Metadata key of the scale of the training images' pixels.
 pub(crate) const PIXELS: &str = "pixels";
-/// Counter that some libraries keep with every BatchNorm layer, unused here.
+/// Counter that PyTorch keeps with every BatchNorm layer. Our BatchNorm has none.
 const COUNTER: &str = "num_batches_tracked";
 /// Extensions of files written by torch.save, such as torchvision's weights.
 const OF_PYTHON: [&str; 3] = ["pth", "pt", "bin"];
-/// Extension of files written by tch, whose reader runs code in them.
+/// Extension of files written by tch. Reading such a file runs code in it.
 const OF_TCH: &str = "ot";
 
 /// Tensors by name, with the metadata of their file.
@@ -56,7 +56,7 @@ impl SavedWeights {
         }
         let (tensors, metadata) = save::read(path)?;
         let averages = taken(AVERAGES, &tensors);
-        // Prefers averages: the run was tested with them, and they are the better model.
+        // Prefers averages, because the run tested the averages, which make the better model.
         let tensors = if averages.is_empty() { model_alone(tensors) } else { averages };
         Ok(Self { path: path.to_owned(), tensors, metadata })
     }
@@ -66,7 +66,7 @@ impl SavedWeights {
         self.tensors
     }
 
-    /// Returns the model that was asked for, or else the one named in the file.
+    /// Returns the model `asked` for, or else the model that the file names. Fails if they differ.
     pub(crate) fn model(&self, asked: Option<ModelName>) -> Result<ModelName> {
         let path = self.path.display();
         let name = self.metadata.get("model");
@@ -102,13 +102,14 @@ impl SavedWeights {
         self.tensors.first().map_or(Kind::Float, |(_, tensor)| tensor.kind())
     }
 
-    /// Returns the number of rows of a tensor, if there is one of this name.
+    /// Returns the number of rows of the tensor with this name, if the file has one.
     pub(crate) fn rows(&self, name: &str) -> Option<i64> {
         let (_, tensor) = self.tensors.iter().find(|(named, _)| named == name)?;
         tensor.size().first().copied()
     }
 
-    /// Copies the tensors to the variables of the same names. Changes nothing if they do not match.
+    /// Copies the tensors to the variables of the same names. If names, shapes or dtypes do not match, fails and
+    /// changes nothing.
     fn put_into(self, variables: Named, model: ModelName) -> Result<()> {
         let compared = Comparison::new(&variables, self.tensors);
         if let Some(differences) = compared.differences() {
@@ -119,7 +120,7 @@ impl SavedWeights {
     }
 }
 
-/// Weights of a trained model: a file with those of a built-in model, or a folder.
+/// Weights of a trained model: a file with the weights of a built-in model, or a folder.
 #[derive(Debug)]
 pub(crate) enum Weights {
     File(SavedWeights, ModelName),
@@ -180,7 +181,8 @@ impl Weights {
         }
     }
 
-    /// Builds a model on the device of `place`, in `dtype` or else that of the file, and loads the weights into it.
+    /// Builds a model on the device of `place`, and loads the weights into it. The model has `dtype`, or else the
+    /// dtype of the stored weights.
     pub(crate) fn load<M>(
         self,
         layers: Layers,
@@ -227,7 +229,7 @@ fn of_tch(path: &Path) -> String {
     )
 }
 
-/// Returns the tensors whose names have this prefix, without it.
+/// Returns the tensors whose names have this prefix, and removes the prefix.
 pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Named {
     let taken = |(name, tensor): &(String, Tensor)| {
         Some((name.strip_prefix(prefix)?.to_owned(), tensor.shallow_clone()))
@@ -235,7 +237,7 @@ pub(crate) fn taken(prefix: &str, tensors: &[(String, Tensor)]) -> Named {
     tensors.iter().filter_map(taken).collect()
 }
 
-/// Removes tensors kept beside a model, such as the optimizer's.
+/// Removes the tensors that a file stores beside the model, such as the optimizer's.
 pub(crate) fn model_alone(mut tensors: Named) -> Named {
     let is_beside = |name: &str| {
         [OPTIMIZER, AVERAGES].iter().any(|prefix| name.starts_with(prefix))

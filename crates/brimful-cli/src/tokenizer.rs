@@ -1,4 +1,4 @@
-//! Conversion of text to tokens and back, by a model's own tokenizer or with a token for each byte.
+//! Conversion of text to tokens and back, by a model's own tokenizer, or with each byte as a token.
 
 use std::ops::Range;
 use std::path::Path;
@@ -14,7 +14,7 @@ const TURN_ENDS: [&str; 5] =
 /// Number of byte values.
 const BYTES: i64 = 256;
 
-/// Tokenizer that matches the folder's tokenizer in transformers.
+/// Tokenizer with the results of the folder's tokenizer in transformers.
 #[derive(Debug)]
 pub(crate) struct Tokenizer {
     way: Way,
@@ -35,7 +35,8 @@ enum Way {
 /// Tokenizer with a vocabulary.
 #[derive(Debug)]
 struct Words {
-    /// Vocabulary without a post-processor: its tokens are in `around`, and positions refer to the text alone.
+    /// Vocabulary without its post-processor, so that positions of tokens refer to the text alone. The
+    /// post-processor's tokens are in `around`.
     vocabulary: Vocabulary,
     /// Special tokens before and after a whole text.
     around: [Vec<i64>; 2],
@@ -45,7 +46,7 @@ struct Words {
 pub(crate) type PlacedToken = (i64, Range<usize>);
 
 impl Tokenizer {
-    /// Opens the tokenizer of a model's folder; without one, tokens are bytes.
+    /// Opens the tokenizer of a model's folder. If the folder has none, tokens are bytes.
     pub(crate) fn open(folder: &Path) -> Result<Self> {
         let told = TokenizerConfig::read(folder)?;
         let (vocabulary, class) = folder_tokenizer::read(folder, &told)?;
@@ -62,7 +63,7 @@ impl Tokenizer {
         Ok(Self { way, end: None, template, named_end })
     }
 
-    /// Makes a tokenizer with a token for each byte.
+    /// Makes a tokenizer for which each byte is a token.
     pub(crate) fn bytes() -> Self {
         Self { way: Way::Bytes, end: None, template: None, named_end: None }
     }
@@ -77,7 +78,7 @@ impl Tokenizer {
         matches!(self.way, Way::Bytes)
     }
 
-    /// Returns the end-of-text token, if there is one.
+    /// Returns the end-of-text token, if the model has one.
     pub(crate) fn end(&self) -> Option<i64> {
         self.end
     }
@@ -92,7 +93,8 @@ impl Tokenizer {
         self.number(self.named_end.as_deref()?)
     }
 
-    /// Lists the tokens that end an answer: the folder's `eos_token`, and those that end a turn of its conversations.
+    /// Lists the tokens that end an answer: the folder's `eos_token`, and the known tokens at the end of a turn
+    /// that its chat template uses.
     pub(crate) fn answer_ends(&self) -> Vec<i64> {
         let is_used = |token: &&str| self.template.as_ref().is_none_or(|own| own.mentions(token));
         let turns = TURN_ENDS.iter().filter(|token| is_used(token));
@@ -127,13 +129,15 @@ impl Tokenizer {
         Ok([begin, &tokens, end].concat())
     }
 
-    /// Encodes the part of a text that follows this character, as it is encoded within the whole text.
+    /// Encodes the part of a text that follows the character `before`. The tokens are those that the part has
+    /// within the whole text.
     pub(crate) fn encode_part(&self, before: Option<char>, text: &str) -> Result<Vec<i64>> {
         if let (Way::Words(_), Some(before)) = (&self.way, before) {
             let placed = self.encode_placed(&format!("{before}{text}"))?;
             let own = placed.iter().position(|(_, place)| place.end > before.len_utf8());
             let own = &placed[own.unwrap_or(placed.len())..];
-            // A token that begins before the part is split, because the text before the part is already encoded.
+            // The text before the part is already encoded. So if a token spans the border, the part is encoded
+            // alone.
             if own.first().is_none_or(|(_, place)| place.start >= before.len_utf8()) {
                 return Ok(own.iter().map(|(token, _)| *token).collect());
             }
@@ -141,7 +145,7 @@ impl Tokenizer {
         Ok(self.encode_placed(text)?.into_iter().map(|(token, _)| token).collect())
     }
 
-    /// Encodes a text with the position of each token, without special tokens around it.
+    /// Encodes a text with the position of each token, without special tokens around the text.
     pub(crate) fn encode_placed(&self, text: &str) -> Result<Vec<PlacedToken>> {
         match &self.way {
             Way::Bytes => {
@@ -157,9 +161,9 @@ impl Tokenizer {
         }
     }
 
-    /// Decodes tokens to text. Bytes that are not text, such as part of a character, become `�`.
+    /// Decodes tokens to text. Bytes that are no UTF-8, such as a part of a character, become `�`.
     ///
-    /// A model may have more tokens than its tokenizer; the additional ones stand for no text.
+    /// A model may have more tokens than its tokenizer; the additional tokens stand for no text.
     pub(crate) fn decode(&self, tokens: &[i64]) -> Result<String> {
         match &self.way {
             Way::Bytes => {
@@ -185,7 +189,7 @@ impl Tokenizer {
         }
     }
 
-    /// Checks that a model has all tokens.
+    /// Checks that a model with a vocabulary of `known` tokens has all tokens of the tokenizer.
     pub(crate) fn check(&self, known: i64) -> Result<()> {
         let words = self.vocabulary();
         let whose = match self.is_bytes() {
@@ -196,7 +200,7 @@ impl Tokenizer {
             words <= known,
             "{whose} {words} tokens, but its model has a vocabulary of {known}"
         );
-        // A post-processor has numbers of its own, which need not be in the vocabulary.
+        // A post-processor stores numbers of tokens, which need not be in the vocabulary.
         if let Some(other) = self.around().concat().iter().find(|token| **token >= known) {
             bail!(
                 "the post_processor of its {} adds the token {other}, but its model knows {known} tokens: they do not \
@@ -209,9 +213,10 @@ impl Tokenizer {
 }
 
 impl Words {
-    /// Removes the vocabulary's post-processor, padding and truncation. Keeps the post-processor's tokens apart.
+    /// Removes the vocabulary's post-processor, padding and truncation. Stores the post-processor's tokens
+    /// separately.
     fn new(mut vocabulary: Vocabulary) -> Result<Self> {
-        // Callers cut and pad sequences themselves, and need their true lengths.
+        // Callers need the true lengths of texts, which they cut and pad themselves.
         vocabulary.with_padding(None);
         vocabulary.with_truncation(None).map_err(|error| anyhow!("{error}"))?;
         let around = tokens_around(&vocabulary)?;

@@ -1,4 +1,4 @@
-//! Encoding of conversations into tokens, in the form of the model's tokenizer.
+//! Encoding of conversations into tokens, by the chat template that belongs to the model's tokenizer.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ pub(super) use crate::chat_message::{ChatMessage, ChatText};
 /// Tokens at the start and the end of a message in ChatML.
 const CHAT_ML: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 
-/// Tokens, and for each whether it belongs to an answer.
+/// Tokens, and for each token whether it belongs to an answer.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct MarkedTokens {
     pub(super) tokens: Vec<i64>,
@@ -80,7 +80,7 @@ fn plainly(message: &ChatMessage, chat: &mut ChatText) {
     chat.push(&format!("{content}\n"), message.is_answer());
 }
 
-/// Writes a message in ChatML. The end token of an answer is part of it: the model learns where to stop.
+/// Writes a message in ChatML. The end token belongs to the answer, so that the model learns where to stop.
 fn in_chat_ml(message: &ChatMessage, chat: &mut ChatText) {
     let ChatMessage { role, content, .. } = message;
     let [start, end] = CHAT_ML;
@@ -102,8 +102,8 @@ impl MarkedTokens {
         Self { tokens: begin.to_vec(), answers: vec![false; begin.len()] }
     }
 
-    /// Appends the tokens of a text, encoded in one piece. A token that overlaps an answer belongs to it. `end`, if
-    /// there is one, follows each answer.
+    /// Encodes a text as a whole and appends its tokens. A token that overlaps an answer belongs to the answer. If
+    /// there is an `end`, that token is added after each answer.
     fn with(mut self, chat: &ChatText, end: Option<i64>, tokenizer: &Tokenizer) -> Result<Self> {
         let mut answers = chat.answers.iter().filter(|answer| !answer.is_empty()).peekable();
         for (token, place) in tokenizer.encode_placed(&chat.text)? {

@@ -1,4 +1,4 @@
-//! Conversations as samples on the disk: the model learns their answers, with the rest as context.
+//! Conversations as samples, stored on the disk. The model learns the answers; all other tokens are only context.
 
 use std::ops::Range;
 use std::path::Path;
@@ -12,7 +12,8 @@ use super::text::{NumberFile, NumberWriter};
 use super::{Dataset, Examples, IGNORED, PADDING, RowLengths, Sample, SampleSet};
 use crate::setting::MeanOver;
 
-/// Limit of a token with its mark: the lowest bit says whether the token belongs to an answer.
+/// Limit of a marked token: a token's number, shifted left by one bit. The lowest bit says whether the token
+/// belongs to an answer.
 const MARKED: i64 = 1 << 32;
 
 /// Conversations of a file, each a sample of at most `length` tokens.
@@ -89,7 +90,7 @@ impl Conversations {
     }
 }
 
-/// A range of the conversations.
+/// A range of the conversations: those to train on, or those to test on.
 #[derive(Debug)]
 struct ConversationRows {
     tokens: NumberFile,
@@ -122,7 +123,7 @@ impl SampleSource for ConversationRows {
     fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
         let rows = request.numbers.iter().map(|number| self.row(*number));
         let rows = rows.collect::<Result<Vec<_>>>()?;
-        // The first token is no target, and the last one no input.
+        // The first token is no target, and the last token is no input.
         let lengths: Vec<i64> = rows.iter().map(|row| row.len() as i64 - 1).collect();
         let width = lengths.iter().copied().max().unwrap_or(0) as usize;
         let mut inputs = vec![PADDING; rows.len() * width];

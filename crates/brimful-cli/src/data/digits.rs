@@ -11,11 +11,11 @@ use super::{Dataset, Examples, PixelScale, of_images};
 const FILE: &[u8] = include_bytes!("../../data/digits.csv.gz");
 const PIXELS: usize = 64;
 const CLASSES: i64 = 10;
-/// One line in this many is for testing.
+/// Interval of test digits: one line in `TEST_EVERY` is for testing.
 const TEST_EVERY: i64 = 5;
 
-/// Loads all digits, normalised with `told` if given, as 8×8 pixels in one channel. Every fifth is for testing,
-/// starting with the first: 360 of 1,797.
+/// Loads all digits as 8×8 pixels in one channel, normalised with `told`, or else with the scale of the training
+/// digits. Every fifth digit is for testing, beginning with the first: 360 of 1,797.
 pub(crate) fn load(told: Option<PixelScale>) -> Result<Dataset> {
     let table = read(FILE).context("the digits inside the program are damaged")?;
     let line = Tensor::arange(table.size()[0], (Kind::Int64, table.device()));

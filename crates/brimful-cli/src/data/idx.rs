@@ -1,4 +1,4 @@
-//! Folders of MNIST-format files (IDX), such as MNIST's own and Fashion-MNIST, plain or gzipped.
+//! Folders of MNIST-format files (IDX), such as MNIST and Fashion-MNIST, plain or gzipped.
 //!
 //! An IDX file consists of two zero bytes, a byte for its dtype, a byte for its number of dimensions, each dimension
 //! in four bytes (big-endian), and the numbers.
@@ -13,11 +13,12 @@ use tch::{Kind, Tensor};
 
 use super::{Dataset, Examples, PixelScale, of_images};
 
-/// Dtype of images and labels.
+/// Dtype of images and labels, as a code of the format.
 const UNSIGNED_BYTES: u8 = 8;
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 
-/// Reads `train-` and `t10k-`, `images-idx3-ubyte` and `labels-idx1-ubyte`, each with or without `.gz`.
+/// Reads four files: `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, and the two of the test split, which
+/// begin with `t10k-`. Each may end in `.gz`.
 pub(super) fn load(folder: &Path, told: Option<PixelScale>) -> Result<Dataset> {
     let name = folder.display();
     let [train, test] = [examples(folder, "train")?, examples(folder, "t10k")?];
@@ -31,7 +32,8 @@ pub(super) fn load(folder: &Path, told: Option<PixelScale>) -> Result<Dataset> {
     of_images(train, test, classes, &name.to_string(), told)
 }
 
-/// Returns the number of classes, one more than the largest label. At least half of them need a training image.
+/// Returns the number of classes, one more than the largest label. Fails if over half of the classes have no
+/// training image: then a label is probably wrong.
 fn classes(train: &Tensor, test: &Tensor) -> Result<i64> {
     let classes = train.max().int64_value(&[]).max(test.max().int64_value(&[])) + 1;
     let counts = train.bincount(None::<Tensor>, classes);

@@ -17,13 +17,13 @@ use super::text::{self, NumberWriter};
 use super::{BYTE_ORDER_MARK, Dataset, JsonForm};
 use crate::tokenizer::Tokenizer;
 
-/// Objects of an array that are in memory at once.
+/// Number of objects of an array that are in memory at once.
 const AT_ONCE: usize = 1024;
 
 type Object = Map<String, Value>;
 
-/// Loads a file of JSON objects. Documents are packed in a row, each ended by the tokenizer's end-of-text token. Each
-/// conversation is a separate sample.
+/// Loads a file of JSON objects. Documents are joined, each followed by the tokenizer's separator, and cut into
+/// sequences. Each conversation is a separate sample.
 pub(super) fn load(
     path: &Path,
     form: JsonForm,
@@ -61,7 +61,7 @@ fn read_lines(path: &Path, tokenizer: &Tokenizer, kept: &mut KeptRecords) -> Res
     })
 }
 
-/// Parses a line. The caller counts lines, so an error names the column only.
+/// Parses a line. The caller counts lines, so an error here names only the column.
 fn object_of(line: &str) -> Result<Object> {
     ensure!(line.trim_start().starts_with('{'), WANTED);
     serde_json::from_str(line).map_err(|error| {

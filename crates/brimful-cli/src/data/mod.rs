@@ -40,15 +40,16 @@ pub(crate) use text::usual_length;
 /// Target that libtorch's losses ignore.
 pub(crate) const IGNORED: i64 = -100;
 
-/// Token after the end of a sequence. Any token does, since no position that counts attends to it.
+/// Token at the positions after the end of a sequence. Any token does, because no position within a sequence
+/// attends to later positions.
 const PADDING: i64 = 0;
 
 /// Byte order mark, which some editors write before the first line of UTF-8.
 const BYTE_ORDER_MARK: char = '\u{feff}';
-/// File extensions of JSON, one object a line and in any form.
+/// File extensions of JSON: first with one object per line, then in any form.
 const JSON_LINES: [&str; 2] = ["jsonl", "ndjson"];
 const JSON: &str = "json";
-/// Bytes of a file that are read to detect its form.
+/// Limit on the bytes that are read to detect the form of a file.
 const BEGINNING: u64 = 1 << 24;
 
 /// Samples and their targets, stacked along the first dimension.
@@ -56,9 +57,9 @@ const BEGINNING: u64 = 1 << 24;
 pub(crate) struct Examples {
     pub(crate) inputs: Tensor,
     pub(crate) targets: Tensor,
-    /// Numbers of requested samples that could not be loaded.
+    /// Indices of requested samples that could not be loaded.
     pub(crate) lacking: Vec<usize>,
-    /// Lengths of the samples, if they differ.
+    /// Lengths of the samples, if samples of the set can differ in length.
     pub(crate) lengths: Option<RowLengths>,
 }
 
@@ -66,14 +67,14 @@ pub(crate) struct Examples {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct RowLengths {
     each: Vec<i64>,
-    /// Longest of all samples in the set, not only of those requested.
+    /// Length of the longest sample in the whole set, requested or not.
     longest: i64,
     /// Limit on the length of a sample.
     most: i64,
 }
 
 impl Examples {
-    /// Makes examples of one length, none of them missing.
+    /// Makes examples that all have one length. No requested sample is missing.
     fn whole(inputs: Tensor, targets: Tensor) -> Self {
         Self { inputs, targets, lacking: Vec::new(), lengths: None }
     }
@@ -112,10 +113,10 @@ impl Examples {
 pub enum Sample {
     /// An image as floats, channels × height × width; the target is its class.
     Image { shape: [i64; 3], classes: i64 },
-    /// An image as floats; the target marks each pixel with 0 or 1, as floats too.
+    /// An image as floats; the target has a 0 or 1 for each pixel, also as floats.
     Mask { shape: [i64; 3] },
-    /// A sequence of token numbers; the targets are the same sequence, one token later, or -100 at positions that do
-    /// not count.
+    /// A sequence of token numbers. The target at each position is the next token, or -100 if the position does
+    /// not count in the loss.
     Sequence { length: i64, vocabulary: i64 },
 }
 
@@ -165,7 +166,7 @@ pub(crate) struct Dataset {
     pub(crate) description: String,
     /// Names of the classes, if they have any.
     pub(crate) class_names: Vec<String>,
-    /// Scale of its pixels, if it was computed from the data.
+    /// Scale that the pixels were normalised with; none if a trained model needs no scale of its own.
     pub(crate) pixels: Option<PixelScale>,
 }
 
@@ -179,11 +180,11 @@ impl Dataset {
 /// Properties of samples that the user or a trained model may set.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct SampleWishes {
-    /// Tokens of a sequence.
+    /// Length of a sequence, in tokens.
     pub(crate) sequence: Option<usize>,
     /// Height and width of the images of a folder.
     pub(crate) image: Option<usize>,
-    /// Scale of pixels to use instead of that of the training images.
+    /// Scale of pixels to use instead of the training images' scale.
     pub(crate) pixels: Option<PixelScale>,
 }
 
@@ -220,12 +221,12 @@ enum JsonForm {
 }
 
 impl JsonForm {
-    /// Detects the form of a file by its name and content; none for plain text.
+    /// Detects the form of a file by its name and content. Returns none for plain text.
     fn of(path: &Path) -> Result<Option<Self>> {
         let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
         let has_lines = JSON_LINES.contains(&&*ending);
         let is_json = has_lines || ending == JSON;
-        // A pipe can be read only once, so its name decides.
+        // A pipe can be read only once, so only its name decides.
         if !path.is_file() {
             return Ok(has_lines.then_some(Self::Lines));
         }
@@ -294,14 +295,14 @@ pub(crate) struct PixelScale {
 }
 
 impl PixelScale {
-    /// Computes the scale of these images; an error calls them by `name`.
+    /// Computes the scale of these images. `name` is their name in an error.
     pub(super) fn of(images: &Tensor, name: &str) -> Result<Self> {
         let deviation = images.std(true).double_value(&[]);
         ensure!(deviation.is_normal(), "every training image in {name} has the same pixels");
         Ok(Self { mean: images.mean(None).double_value(&[]), deviation })
     }
 
-    /// Normalises pixels, so that those of the training images have mean 0 and deviation 1.
+    /// Normalises pixels, so that the pixels of the training images have mean 0 and deviation 1.
     pub(super) fn apply(self, images: &Tensor) -> Tensor {
         (images - self.mean) / self.deviation
     }

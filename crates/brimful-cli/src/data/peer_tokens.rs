@@ -13,7 +13,7 @@ use super::chat_template::{ChatMessage, ChatTemplate};
 use super::{SampleRequest, text};
 use crate::tokenizer::Tokenizer;
 
-/// Returns the Python that has `transformers`. Without one, says so, and the test is skipped.
+/// Returns the Python that has `transformers`. If there is none, prints that the test is skipped.
 fn python(test: &str) -> Option<PathBuf> {
     let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))?;
@@ -66,7 +66,8 @@ fn compare(folder: &Path) {
         assert_eq!(tokens, numbers(&one["ids"]), "{name}: {text:?}");
     }
     check_long(&name, &tokenizer, &reference["long"], folder);
-    // First the template whose answers are found by what they add, then the one that marks them.
+    // The first template does not mark answers: they are located by the text that they add. The second template
+    // marks them.
     for one in reference["talks"].as_array().expect("talks") {
         check_talk(&name, &tokenizer, one);
     }

@@ -1,5 +1,5 @@
-//! Independent jobs on several threads: above all a text file in portions, which are tokenised in parallel and taken in
-//! order.
+//! Independent jobs on several threads. Above all, portions of a text file are tokenised in parallel, and the
+//! results are used in order.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,7 +17,7 @@ use crate::progress::Progress;
 /// Approximate bytes of a portion.
 const PORTION: usize = 1 << 18;
 const MEGABYTE: u64 = 1_000_000;
-/// Time after which progress is shown.
+/// Time of work after which progress is shown.
 const SOON: Duration = Duration::from_secs(1);
 
 /// Places at which a text may be cut.
@@ -25,8 +25,8 @@ const SOON: Duration = Duration::from_secs(1);
 pub(super) enum TextCut {
     /// After a line.
     Lines,
-    /// Before a line that is not indented; in a line that is too long, before a space, or else between characters.
-    /// Tokens rarely span such a place.
+    /// Before a line that is not indented. If no such line begins in the bytes read, before a space, or else
+    /// between characters. Tokens rarely span such a place.
     Words,
 }
 
@@ -34,9 +34,9 @@ pub(super) enum TextCut {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Portion {
     pub(super) text: String,
-    /// Character before it, if there is one.
+    /// Character before the portion; none at the beginning of the file.
     pub(super) before: Option<char>,
-    /// Number of line ends before it.
+    /// Number of line ends before the portion.
     pub(super) lines_before: usize,
 }
 
@@ -47,15 +47,15 @@ struct Portions {
     file: File,
     cut: TextCut,
     size: usize,
-    /// Bytes that were read but not handed out.
+    /// Bytes that were read but not yet handed out.
     rest: Vec<u8>,
-    /// Bytes, lines and last character before `rest`.
+    /// Number of bytes, number of line ends, and last character before `rest`.
     bytes_before: u64,
     lines_before: usize,
     before: Option<char>,
 }
 
-/// Works on the portions of a file in parallel, and takes the results in order.
+/// Runs `work` on the portions of a file in parallel, and passes the results to `take` in order.
 pub(super) fn each<T: Send>(
     path: &Path,
     cut: TextCut,
@@ -137,7 +137,8 @@ impl TextCut {
                 let space = || bytes.iter().rposition(|byte| *byte == b' ');
                 let letter = || bytes.iter().rposition(|byte| *byte & 0xc0 != 0x80);
                 let place = line.or_else(space).filter(|place| *place > 0).or_else(letter);
-                // A UTF-8 character has at most four bytes: more are invalid, and reported as such.
+                // A UTF-8 character has at most four bytes. So more bytes without a place to cut are invalid. They
+                // are handed out, and an error then reports them.
                 let none = (bytes.len() > 4).then_some(bytes.len());
                 place.filter(|place| *place > 0).or(none)
             }
@@ -170,7 +171,7 @@ fn in_parallel_helped_by<J: Send, R: Send>(
     let jobs = Mutex::new(jobs.into_iter().enumerate());
     let next = || jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
     let worker = || {
-        // The other cores are busy with the other threads.
+        // libtorch may use one core in each of these threads, because the other threads use the other cores.
         let _alone = limit_threads(1);
         let mut done = Vec::new();
         while let Some((place, job)) = next() {

@@ -12,7 +12,7 @@ use crate::tokenizer::Tokenizer;
 pub(super) const WANTED: &str = "no JSON object with text or messages";
 pub(super) const TOGETHER: &str =
     "text and messages cannot be in one file: give each a file of its own";
-/// Keys that mark the known forms; other keys are ignored.
+/// Keys that tell the known forms apart from other JSON.
 const KEYS: [&str; 5] = ["text", "messages", "conversations", "prompt", "instruction"];
 /// Speakers in ShareGPT's form, and their roles.
 const SPEAKERS: [(&str, &str); 7] = [
@@ -25,7 +25,8 @@ const SPEAKERS: [(&str, &str); 7] = [
     ("system", "system"),
 ];
 
-/// Keys that change a conversation's text in other programs, and are not read.
+/// Keys that change a conversation's text in other programs. This program cannot read them, so it refuses
+/// conversations that have one.
 const UNREAD: [&str; 3] = ["tools", "functions", "documents"];
 
 /// A sample.
@@ -65,7 +66,7 @@ struct Instruction {
     history: Vec<Value>,
 }
 
-/// Part of a prompt and completion: a text or a list of messages.
+/// Prompt or completion: a text, or a list of messages.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Said {
@@ -171,7 +172,8 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// Refuses a speaker's name of ShareGPT's form as a role. The answers of that speaker would not be learnt.
+/// Refuses a role that is a speaker's name in ShareGPT's form, such as `gpt`. The model would not learn the
+/// answers of such a role.
 fn check_role(message: &ChatMessage) -> Result<()> {
     let known = SPEAKERS.iter().find(|(speaker, _)| *speaker == message.role);
     match known.filter(|(speaker, role)| speaker != role) {

@@ -1,5 +1,5 @@
-//! Samples to train or test on, held in memory or loaded by a thread ahead of their use, in any order; and the form in
-//! which an engine takes them: rows of one size, or sequences that are cut by tokens.
+//! Samples to train or test on, which can be requested in any order. They are held in memory, or a thread loads
+//! them ahead of their use. An engine takes them as rows of one size, or as sequences that are cut by tokens.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -28,7 +28,7 @@ pub(crate) enum SampleSet {
 /// Request for samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SampleRequest {
-    /// Numbers of the samples, in the requested order.
+    /// Indices of the samples, in the requested order.
     pub(crate) numbers: Vec<usize>,
     /// Seed of random augmentation in training; none in a test.
     pub(crate) seed: Option<u64>,
@@ -68,7 +68,8 @@ impl SampleSet {
         }
     }
 
-    /// Returns how many samples to load at once to visit all: every one if they are in memory, else `streamed`.
+    /// Returns how many samples to load at once in a pass over the set: all samples if they are in memory, else
+    /// `streamed`.
     pub(crate) fn at_once(&self, streamed: usize) -> usize {
         match self {
             Self::Held(examples) => examples.len().max(1),
@@ -116,7 +117,7 @@ pub(super) trait SampleSource: Debug + Send + 'static {
     fn bring(&mut self, request: &SampleRequest) -> Result<Examples>;
 }
 
-/// Samples of a source that a thread owns.
+/// Samples of a source, loaded by a thread that owns the source.
 #[derive(Debug)]
 pub(crate) struct StreamedSamples {
     pub(super) len: usize,
@@ -154,7 +155,8 @@ impl StreamedSamples {
     /// Loads the requested samples, which may be prepared already.
     pub(super) fn bring(&mut self, request: &SampleRequest) -> Result<Examples> {
         while self.asked.front().is_some_and(|first| first != request) {
-            // Drops samples that nothing requests, such as those prepared after the last step.
+            // Drops prepared samples that are not requested after all, such as the samples prepared after the last
+            // step.
             drop(self.take());
         }
         if self.asked.is_empty() {
@@ -163,7 +165,7 @@ impl StreamedSamples {
         self.take()
     }
 
-    /// Sends a request to the thread, which works on it meanwhile.
+    /// Sends a request to the thread, which loads the samples while the caller continues.
     pub(super) fn prepare(&mut self, request: SampleRequest) {
         // If the thread is gone, `take` reports it.
         let _ = self.requests.as_ref().map(|requests| requests.send(request.clone()));
@@ -194,8 +196,8 @@ impl Drop for StreamedSamples {
     }
 }
 
-/// Step of micro-batch widths. If it does not divide the limit on a sample's length, the next smaller number that does
-/// takes its place.
+/// Number of tokens of which the widths of micro-batches are multiples. If it does not divide the limit on a
+/// sample's length, the next smaller divisor of the limit is used.
 const STEP: i64 = 64;
 
 /// Inputs or targets of a mini-batch.
@@ -208,8 +210,8 @@ pub(crate) enum Rows {
 }
 
 impl Rows {
-    /// Makes sequences of the first `lengths` positions of each row, padded with `padding`. None is longer than
-    /// `most`.
+    /// Makes a sequence of each row: its first positions, as many as `lengths` says. Micro-batches are padded with
+    /// `padding`, to at most `most` positions.
     pub(super) fn unlike(
         rows: &Tensor,
         lengths: &[i64],
@@ -264,7 +266,7 @@ impl Batch for Rows {
     }
 }
 
-/// Number of rounds, enough to leave nothing of the original order.
+/// Number of rounds of the network, enough to leave nothing of the original order.
 const ROUNDS: usize = 8;
 /// Smallest number of bits in half a number; fewer would give too few orders.
 const LEAST_HALF: u32 = 4;
@@ -272,8 +274,8 @@ const LEAST_HALF: u32 = 4;
 /// Permutation of the numbers below a count, determined by a seed.
 ///
 /// A Feistel network permutes the numbers with an even number of bits. A result that is not below the count goes
-/// through the network again, until one is. This ends, because a cycle returns to its start, which is below the
-/// count.
+/// through the network again, until a result is below the count. The repetition ends, because a cycle of a
+/// permutation returns to its start, which is below the count.
 #[derive(Debug)]
 pub(crate) struct Shuffle {
     count: u64,
@@ -291,7 +293,7 @@ impl Shuffle {
         Self { count, half: bits.div_ceil(2).max(LEAST_HALF), keys }
     }
 
-    /// Returns the number at a position below the count.
+    /// Returns the number at a position, which must be below the count.
     pub(crate) fn at(&self, place: usize) -> usize {
         let mut number = self.permuted(place as u64);
         while number >= self.count {
@@ -330,7 +332,7 @@ impl NumberStream {
     }
 }
 
-/// Mixes the bits, so that each depends on all.
+/// Mixes the bits, so that each bit of the result depends on all bits.
 pub(super) fn mixed(bits: u64) -> u64 {
     let mixed = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -1,4 +1,5 @@
-//! Text files as sequences of tokens, which stay on the disk as integers of as many bytes as the largest needs.
+//! Text files as sequences of tokens. The tokens stay on the disk, as integers with as many bytes as the largest
+//! token needs.
 
 use std::env;
 use std::fs::{self, File};
@@ -20,7 +21,8 @@ use crate::tokenizer::Tokenizer;
 
 /// Loads a whole text, cut into sequences.
 pub(super) fn load(path: &Path, length: i64, tokenizer: &Tokenizer) -> Result<Dataset> {
-    // A pipe can be read only once, so its tokens are written to a file of their own.
+    // If bytes are the tokens, the text's own file holds the tokens. But a pipe can be read only once, so its
+    // tokens are written to another file.
     let tokens = match tokenizer.is_bytes() && path.is_file() {
         true => {
             portions::each(path, TextCut::Words, |_| Ok(()), Ok)?;
@@ -99,14 +101,15 @@ impl ShortText {
     }
 }
 
-/// Returns a length of sequences that suits the text refused with this error; none for any other error.
+/// Returns a length of sequences that suits a text that was refused as too short. Returns none for any other
+/// error.
 pub(crate) fn usual_length(error: &anyhow::Error) -> Option<i64> {
     let ShortText { tokens, .. } = error.downcast_ref()?;
     let length = (tokens / 10).saturating_sub(1) / USUAL_TESTS;
     i64::try_from(length).ok().filter(|length| *length > 0)
 }
 
-/// Consecutive sequences; a rest that is too short is left out.
+/// Consecutive sequences. A rest that is too short for a sequence is left out.
 #[derive(Debug)]
 struct TokenWindows {
     tokens: NumberFile,
@@ -172,7 +175,7 @@ fn number(bytes: &[u8]) -> i64 {
     i64::from_le_bytes(whole)
 }
 
-/// Writer of numbers to a file without a name, which disappears once it is closed.
+/// Writer of numbers to a file without a name. The file disappears once it is closed.
 #[derive(Debug)]
 pub(super) struct NumberWriter {
     file: BufWriter<File>,

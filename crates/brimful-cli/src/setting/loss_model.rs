@@ -1,5 +1,5 @@
-//! A model together with its loss: a GPT's head runs inside the loss, on chunks of tokens, so that all of its logits
-//! never exist at once.
+//! A model together with its loss. The head of a GPT runs inside the loss, on chunks of tokens, so that the logits
+//! of all tokens never exist at once.
 
 use std::ops::Range;
 
@@ -16,17 +16,17 @@ use crate::data::IGNORED;
 /// Number of logits computed at once in a test.
 const LOGITS_AT_ONCE: i64 = 1 << 25;
 
-/// A model that is whole on one device, with its loss.
+/// A model on one device, not cut into stages, with its loss.
 #[derive(Debug)]
 pub enum LossModel {
     /// A model whose loss takes its outputs.
     Whole(Model),
-    /// A GPT in two parts, and the weight of its head, tied or not.
+    /// A GPT in two parts, and the weight of its head, which may be tied to the embedding.
     Text { body: Model, head: Model, weight: Tensor },
 }
 
 impl LossModel {
-    /// Builds the layers under this path, in order.
+    /// Builds the layers under the path `root`, in order.
     ///
     /// # Errors
     /// As [`Layers::build`].
@@ -34,7 +34,7 @@ impl LossModel {
         Self::of_parts(layers, root, |part| layers.build_range(root, part))
     }
 
-    /// Builds the layers with the initial values that a pipeline of these layers would have.
+    /// Builds the layers. They get the initial values that they would have in a pipeline.
     ///
     /// # Errors
     /// As [`Layers::build`].
@@ -58,7 +58,7 @@ impl LossModel {
         }
     }
 
-    /// Returns the mean loss of a micro-batch; `train` turns on dropout and training-mode norms.
+    /// Returns the mean loss of a micro-batch. If `train` is true, dropout and norms are in training mode.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`].
@@ -80,7 +80,7 @@ impl LossModel {
         loss(&outputs, y)
     }
 
-    /// Returns the test loss of a micro-batch, and which predictions are right.
+    /// Returns the test loss of a micro-batch, and for each prediction whether it is right.
     pub(crate) fn judge(&self, x: &Tensor, y: &Tensor) -> (Loss, Tensor) {
         match self {
             Self::Whole(model) => {
@@ -94,7 +94,8 @@ impl LossModel {
     }
 }
 
-/// Returns the mean loss of the tokens that count, and which predictions are right. Computes the logits in chunks.
+/// Returns the mean loss of the tokens that are not ignored, and for each prediction whether it is right. Computes
+/// the logits in chunks.
 fn judge_tokens(hidden: &Tensor, head: &Model, classes: i64, y: &Tensor) -> (Loss, Tensor) {
     let rows = (LOGITS_AT_ONCE / classes).max(1);
     let parts = hidden.flatten(0, -2).split(rows, 0);

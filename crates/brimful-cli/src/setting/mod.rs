@@ -38,24 +38,26 @@ macro_rules! shown_as_given {
 }
 pub(crate) use shown_as_given;
 
-/// Returns the device of this name, or without one the best device.
+/// Returns the device with this name, or without a name the best device.
 pub fn device(name: Option<&str>) -> Result<Device> {
     Ok(name.map_or_else(|| Ok(device::best()), device::find)?)
 }
 
-/// Returns the default name of devices.
+/// Returns the default value of flags that name devices.
 pub fn best_devices() -> &'static str {
     if device::best().is_cuda() { "cuda" } else { "cpu" }
 }
 
-/// Returns the device of this name for a rank.
+/// Returns the device with this name for a rank. For `cuda`, the ranks of a host get different GPUs, if there are
+/// enough.
 pub fn device_of(name: &str, world: &World) -> Result<Device> {
     let place = world.rank_on_host();
     Ok(device::spread(name, place..place + 1)?[0])
 }
 
-/// Returns the mean loss of logits. For classes or tokens, which are integers, it is the cross-entropy over the last
-/// dimension; for masks, which are floats, the binary cross-entropy of each pixel. Half precision is summed in f32.
+/// Returns the mean loss of logits. If the targets are integers (classes or tokens), the loss is the cross-entropy
+/// over the last dimension. If they are floats (masks), it is the binary cross-entropy of each pixel. Half
+/// precision is summed in f32.
 pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
     let logits = summable(logits);
     if targets.is_floating_point() {
@@ -67,7 +69,7 @@ pub fn loss(logits: &Tensor, targets: &Tensor) -> Tensor {
     logits.cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Mean, IGNORED, 0.0)
 }
 
-/// Converts logits of half precision to f32: a sum of losses in bf16 has two correct digits.
+/// Converts logits of half precision to f32, because a sum of losses in bf16 has only two correct digits.
 pub(crate) fn summable(logits: &Tensor) -> Tensor {
     match logits.kind() {
         Kind::BFloat16 | Kind::Half => logits.to_kind(Kind::Float),
@@ -84,7 +86,7 @@ pub(crate) enum MeanOver {
     Targets,
 }
 
-/// Returns the mean loss of logits, over samples or over targets.
+/// Returns the loss of logits, as a mean over samples or over targets.
 pub(crate) fn mean_loss(logits: &Tensor, targets: &Tensor, over: MeanOver) -> Loss {
     let mean = loss(logits, targets);
     match over {
@@ -98,7 +100,7 @@ pub(crate) fn counted(targets: &Tensor) -> Tensor {
     targets.ne(IGNORED).sum(Kind::Double)
 }
 
-/// Returns which predictions are right, for samples, tokens or pixels.
+/// Returns for each sample, token or pixel whether its prediction is right.
 pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
     if targets.is_floating_point() {
         return logits.gt(0.0).eq_tensor(&targets.gt(0.5));
@@ -106,7 +108,7 @@ pub(crate) fn right(logits: &Tensor, targets: &Tensor) -> Tensor {
     logits.argmax(-1, false).eq_tensor(targets)
 }
 
-/// Refuses non-finite outputs, which a model with broken weights has.
+/// Refuses non-finite outputs, which a model with broken weights can have.
 pub(crate) fn check_answers(answers: &Tensor) -> Result<()> {
     ensure!(
         bool::try_from(answers.f_isfinite()?.f_all()?)?,
@@ -147,7 +149,7 @@ impl NumberType {
         }
     }
 
-    /// Returns the dtype that holds weights stored in this one without loss.
+    /// Returns the dtype to compute in with weights that are stored as `kind`. Weights in f16 become f32.
     pub(crate) fn holding(kind: Kind) -> Self {
         match kind {
             Kind::Double => Self::F64,
@@ -156,7 +158,7 @@ impl NumberType {
         }
     }
 
-    /// Sets CUDA's arithmetic for this dtype, in the whole process.
+    /// Allows or forbids TF32 on CUDA, as this dtype requires, in the whole process.
     pub fn prepare(self, device: Device) -> Result<()> {
         ensure_use!(
             device != Device::Cpu || self != Self::Tf32,
@@ -168,7 +170,7 @@ impl NumberType {
 
 shown_as_given!(NumberType);
 
-/// Returns the memory of each device with this limit; each CPU device has an account of its own.
+/// Returns the memory of each device with this limit. Each CPU device gets its own arena.
 pub fn accounts(devices: &[Device], limit: Option<Bytes>) -> Result<Vec<Memory>> {
     let account = |(number, device): (usize, &Device)| {
         let memory = match device {
@@ -188,7 +190,7 @@ pub fn within(memory: Memory, limit: Option<Bytes>) -> Result<Memory> {
     Ok(memory)
 }
 
-/// Returns the bytes that a model may use on the device; none without a limit.
+/// Returns the bytes that a model may use on the device, or none for a CPU without a limit.
 pub fn capacity(device: Device, limit: Option<Bytes>) -> Result<Option<Bytes>> {
     match device {
         Device::Cpu => Ok(limit),
@@ -240,7 +242,7 @@ impl EvaluationPlace {
         device(self.device.as_deref())
     }
 
-    /// Returns the memory of this device within the limit.
+    /// Returns the memory of this device, with the limit of `--memory-limit` set.
     pub(crate) fn memory(&self, device: Device) -> Result<Memory> {
         within(Memory::of(device)?, self.memory_limit)
     }

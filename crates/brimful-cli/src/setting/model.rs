@@ -1,4 +1,4 @@
-//! Built-in models by name, and the samples that each takes.
+//! Built-in models by name, and the samples that each model takes.
 
 use std::fmt;
 use std::path::Path;
@@ -71,7 +71,7 @@ pub(crate) const TEXT_MODELS: &str = concat!(
 pub(crate) const DROPOUT: f64 = 0.1;
 /// Default number of tokens in a sequence.
 pub(crate) const SEQUENCE: i64 = 64;
-/// Side in pixels below which residual networks have a first convolution for small images.
+/// Height in pixels below which residual networks get a first convolution for small images.
 const SMALL: usize = 64;
 /// Vocabulary of GPT-2.
 const VOCABULARY: i64 = 50_257;
@@ -129,7 +129,7 @@ const SIZED: [SizedFamily; 2] = [
 ];
 
 impl SizedFamily {
-    /// Says which numbers are expected.
+    /// Returns the error text that says which numbers are expected.
     fn wanted(&self) -> String {
         let Self { numbers, example, .. } = self;
         format!(
@@ -156,7 +156,7 @@ impl ModelName {
         }
     }
 
-    /// Returns the model's layers with the given kind of BatchNorm statistics, if any.
+    /// Returns the model's layers. BatchNorms use the given kind of statistics, or else the default.
     pub fn layers_normed(
         self,
         sample: &Sample,
@@ -195,7 +195,7 @@ impl ModelName {
             _ => return None,
         };
         let [channels, height, _] = *shape;
-        // The stem keeps the size of small images.
+        // The first convolution for small images keeps their height and width.
         Some(match height < SMALL as i64 {
             true => network.small_images(channels),
             false => ResNet { in_channels: channels, ..network },
@@ -248,7 +248,7 @@ impl ModelName {
         })
     }
 
-    /// Opens the data of this name or at this path; synthetic data has the shape that the model takes.
+    /// Opens the data with this name or at this path. Synthetic data has the shape that the model takes.
     pub(crate) fn data(self, name: &str, wishes: SampleWishes, seed: u64) -> Result<Dataset> {
         let sequence = wishes.sequence.map(|tokens| tokens as i64);
         match name {
@@ -304,7 +304,7 @@ impl FromStr for ModelName {
         };
         let (first, second) = pair().with_context(|| sized.wanted())?;
         let model = (sized.model)(first.into(), second.into());
-        // Checks the size at once, before there is data.
+        // Checks the two numbers now, by making the layers for synthetic samples.
         model.layers(&model.synthetic_sample(), DROPOUT)?;
         Ok(model)
     }

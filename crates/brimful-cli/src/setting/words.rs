@@ -1,6 +1,7 @@
-//! Help texts of flags that several commands share (one flag, one name, one text), and parsers of their values.
+//! Help texts of flags that several commands share, and parsers of the flags' values. A flag has one name and one
+//! text in all commands.
 //!
-//! A command adds details after a colon, or a default in brackets.
+//! A command can add details after a colon, or a default in brackets.
 
 use std::num::IntErrorKind;
 use std::ops::RangeInclusive;
@@ -11,7 +12,7 @@ use brimful::schedule::{Recompute, Schedule};
 
 pub const DEVICE: &str = "Device: cpu, cuda or cuda:1";
 
-/// Help of `--device` with a default.
+/// Help of `--device` where the flag has a default.
 pub const ANY_DEVICE: &str = "Device: cpu, cuda or cuda:1 [default: cuda if there is a GPU]";
 
 pub const DATA: &str = "Data: digits, synthetic, text file or image folder";
@@ -31,7 +32,7 @@ pub const BATCH_SIZE: &str = "Samples per mini-batch";
 
 pub const MICRO_BATCH: &str = "Samples per micro-batch";
 
-/// Help of `--micro-batch-size` with automatic sizes.
+/// Help of `--micro-batch-size` where it allows automatic sizes.
 pub(crate) const ANY_MICRO_BATCH: &str = "Samples per micro-batch: a number, auto or largest";
 
 pub const MICRO_BATCHES: &str = "Micro-batches per mini-batch";
@@ -52,7 +53,7 @@ pub(crate) const STAGES_LONG: &str = "\
 
 pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto, …";
 
-/// Long help of `--schedule` for a schedule that is executed.
+/// Long help of `--schedule` where the schedule is executed.
 pub const SCHEDULES: &str = "\
     Pipeline schedule: gpipe, 1f1b, interleaved-V, breadth-first-V, zero-bubble-h1, interleaved-zero-bubble-V, \
     zero-bubble-v, or one made from measured times: auto, auto-interleaved-V, auto-v. V stands for the number of stages \
@@ -74,26 +75,26 @@ pub const SEED: &str = "Random seed";
 
 pub const JSON: &str = "Print JSON instead of text: one object";
 
-/// Help of `--json` for rows or epochs printed as they come.
+/// Help of `--json` where a command prints rows or epochs as they are done.
 pub const JSON_LINES: &str =
     "Print JSON instead of text: one object per line, the last with \"done\": true";
 
-/// Limit of any number: libtorch counts with signed integers.
+/// Limit of every number, because libtorch counts with signed integers.
 const MOST: u64 = i64::MAX as u64;
-/// Limit on threads per core: with more, every step slows down, until none ends.
+/// Limit on threads per core. With ever more threads, steps slow down until they never end.
 const THREADS_OF_CORE: usize = 16;
 
-/// Parses a number of at least 1.
+/// Parses a whole number of at least 1.
 pub fn count(text: &str) -> Result<usize, String> {
     counted(text, "give a whole number from 1 on")
 }
 
-/// Parses a number of at least 1; the error says what is `wanted`.
+/// Parses a whole number of at least 1. The error for any other text is `wanted`.
 pub(crate) fn counted(text: &str, wanted: &str) -> Result<usize, String> {
     whole_number(text, 1..=MOST, wanted).map(|count| count as usize)
 }
 
-/// Parses the number of samples in a micro-batch.
+/// Parses the number of samples in a micro-batch, `auto` or `largest`.
 pub(crate) fn micro_batch(text: &str) -> Result<MicroBatches, String> {
     match text {
         "auto" => Ok(MicroBatches::Auto),
@@ -102,7 +103,7 @@ pub(crate) fn micro_batch(text: &str) -> Result<MicroBatches, String> {
     }
 }
 
-/// Parses a number of at least 0.
+/// Parses a whole number of at least 0.
 pub fn count_or_none(text: &str) -> Result<usize, String> {
     whole_number(text, 0..=MOST, "give a whole number from 0 on").map(|count| count as usize)
 }
@@ -112,12 +113,12 @@ pub fn seed(text: &str) -> Result<u64, String> {
     whole_number(text, 0..=u64::MAX, "give a whole number from 0 on")
 }
 
-/// Parses a time to wait.
+/// Parses a time to wait, in whole seconds.
 pub fn seconds(text: &str) -> Result<u64, String> {
     whole_number(text, 1..=MOST, "give whole seconds from 1 on")
 }
 
-/// Parses a schedule; the error suggests the nearest name.
+/// Parses a schedule. The error suggests the most similar name.
 pub fn schedule(text: &str) -> Result<Schedule, String> {
     let names = Schedule::all(2).map(|schedule| schedule.to_string());
     text.parse()
@@ -146,7 +147,8 @@ pub fn not_negative(text: &str) -> Result<f64, String> {
     number.ok_or_else(|| "give a number from 0 on".into())
 }
 
-/// Parses an integer in this range; if it is too small or not a number, says what is `wanted`.
+/// Parses an integer in this range. For a number that is too small and a text that is no number, the error is
+/// `wanted`.
 fn whole_number(text: &str, range: RangeInclusive<u64>, wanted: &str) -> Result<u64, String> {
     let is_too_large = match text.parse::<u64>() {
         Ok(number) if range.contains(&number) => return Ok(number),
@@ -164,7 +166,7 @@ pub(crate) fn did_you_mean<'a>(text: &str, known: impl IntoIterator<Item = &'a s
     nearest(text, known).map_or_else(String::new, |name| format!("; did you mean '{name}'?"))
 }
 
-/// Returns the known name with the fewest typos, if they are few.
+/// Returns the known name that differs from `text` by the fewest typos, if these are few.
 pub(crate) fn nearest<'a>(text: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     // Writing `_` for `-` does not count as a typo.
     let text = text.replace('_', "-");

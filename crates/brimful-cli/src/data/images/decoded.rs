@@ -17,7 +17,7 @@ const JPEG: [u8; 2] = [0xff, 0xd8];
 const MEAN: [f32; 3] = [123.675, 116.28, 103.53];
 const DEVIATION: [f32; 3] = [58.395, 57.12, 57.375];
 
-/// Checks that a file begins like an image with a size.
+/// Checks that a file begins like an image: that its header gives the height and width.
 pub(super) fn check(path: &Path) -> Result<()> {
     ImageReader::open(path)?.with_guessed_format()?.into_dimensions()?;
     Ok(())

@@ -16,11 +16,11 @@ pub struct ImageLoader {
 }
 
 impl ImageLoader {
-    /// Opens all images of a folder with one subfolder per class, as squares of this side, decoded by this many
-    /// threads.
+    /// Opens all images of a folder with one subfolder per class, as squares with `side` pixels per side.
+    /// `threads` threads decode the images.
     ///
     /// # Errors
-    /// Fails if it is not a folder of images.
+    /// Fails if `folder` is not a folder with subfolders of images.
     pub fn open(folder: &Path, side: i64, threads: usize, batch_size: usize) -> Result<Self> {
         let (classes, _) = super::readable(super::classes(folder)?)?;
         let images = super::streamed(classes, side, threads);

@@ -31,7 +31,7 @@ pub(super) fn has_classes(folder: &Path) -> Result<bool> {
     Ok(entries(folder)?.iter().any(|path| path.is_dir()))
 }
 
-/// Loads the images of a folder as squares of this side.
+/// Loads the images of a folder as squares with `side` pixels per side.
 pub(super) fn load(folder: &Path, side: i64) -> Result<Dataset> {
     let (train, given) = splits(folder)?;
     let (mut train, broken) = readable(train)?;
@@ -119,7 +119,8 @@ fn unlabelled(paths: Vec<PathBuf>) -> Result<Vec<ImageFile>> {
     paths.into_iter().map(file).collect()
 }
 
-/// Lists the images of a folder's classes; of the test split, if the folder is split. Fails if `known` lacks a class.
+/// Lists the images of a folder's classes. If the folder is split, lists only the test images. Fails if `known`
+/// lacks a class.
 fn labelled(folder: &Path, known: Option<Vec<String>>) -> Result<(Vec<ImageFile>, Vec<String>)> {
     let classes = match splits_of(folder) {
         Some([_, test]) => subfolders(&test)?,
@@ -159,7 +160,7 @@ fn splits_of(folder: &Path) -> Option<[PathBuf; 2]> {
     test.filter(|_| train.is_dir()).map(|test| [train, test])
 }
 
-/// Returns the classes to train on, and those to test on if they have a folder of their own.
+/// Returns the classes with their training images, and the classes with their test images if the folder is split.
 fn splits(folder: &Path) -> Result<(Classes, Option<Classes>)> {
     let Some([train, test]) = splits_of(folder) else {
         return Ok((classes(folder)?, None));
@@ -227,7 +228,7 @@ fn is_image(path: &Path) -> bool {
     ENDINGS.contains(&ending.as_str())
 }
 
-/// Leaves out files that do not begin like an image, names the first of them, and returns their number.
+/// Removes files that do not begin like an image. Prints the first of them, and returns their number.
 fn readable(mut classes: Classes) -> Result<(Classes, usize)> {
     let all = classes.values().map(Vec::len).sum();
     let progress = (all > AT_A_LOOK).then(|| Progress::new(all, "images checked"));
@@ -255,7 +256,7 @@ fn readable(mut classes: Classes) -> Result<(Classes, usize)> {
     Ok((classes, broken))
 }
 
-/// Names an unreadable image, if it is among the first.
+/// Prints the path of an unreadable image, if it is among the first `NAMED` such images.
 fn name_broken(path: &Path, error: &anyhow::Error, count: usize) {
     if count <= NAMED {
         let path = path.display();
@@ -265,7 +266,7 @@ fn name_broken(path: &Path, error: &anyhow::Error, count: usize) {
     }
 }
 
-/// Takes the last tenth of each class out, at least one image if the class has two.
+/// Takes out the last tenth of each class, but at least one image if the class has two or more.
 fn last_tenths(classes: &mut Classes) -> Classes {
     let tenth = |(name, images): (&String, &mut Vec<PathBuf>)| {
         let count = (images.len() / 10).max(1).min(images.len() - 1);

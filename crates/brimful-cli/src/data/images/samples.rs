@@ -32,7 +32,8 @@ impl ImageSamples {
         Self { files, side, threads, broken: BTreeSet::new() }
     }
 
-    /// Decodes an image; in training, each epoch shows another part of it.
+    /// Decodes and crops an image. With a seed, as in training, the crop is random, so that each epoch shows
+    /// another part of the image.
     fn shown(&self, number: usize, seed: Option<u64>) -> Result<Tensor> {
         let pixels = decoded::pixels(&self.files[number].path)?;
         let (_, _, height, width) = pixels.size4()?;
@@ -46,7 +47,7 @@ impl ImageSamples {
         decoded::shown(&pixels, view, self.side)
     }
 
-    /// Names an unreadable image once.
+    /// Prints the path of an unreadable image, but only once.
     fn note(&mut self, number: usize, error: &anyhow::Error) {
         if self.broken.insert(number) {
             name_broken(&self.files[number].path, error, self.broken.len());
