@@ -150,7 +150,7 @@ pub enum Error {
         shape: Vec<i64>,
     },
 
-    /// A step that cannot run, or not now.
+    /// A step that cannot run, or cannot run now.
     #[error(transparent)]
     Step(#[from] StepError),
 
@@ -213,7 +213,7 @@ pub enum Error {
     /// A panic on a worker thread of a pipeline or of replicas.
     #[error("a worker panicked: {message}; its work was rolled back")]
     Panicked {
-        /// Its message.
+        /// The panic's message.
         message: String,
     },
 

@@ -81,7 +81,7 @@
 //! | choose balance, schedule and micro-batches before anything runs | [`mod@plan`] |
 //! | inspect a schedule, or write one | [`schedule`] |
 //! | update parameters, and save the optimizer's state | [`optim`] |
-//! | BatchNorm statistics as of the whole mini-batch | [`nn`] |
+//! | compute BatchNorm statistics of the whole mini-batch | [`nn`] |
 //! | count and limit memory, on a CPU too | [`memory`] |
 //! | save and load models | [`save`], [`Pipeline::save`] |
 //!

@@ -30,10 +30,10 @@ use part::ModelPart;
 pub(crate) use sums::{Addends, Finished, Named, Sum, Sums, Total, check_dense, name_of};
 use sums::{add_sum, gradient};
 
-/// Parameters whose earlier gradients are set aside while a step makes its own.
+/// Accumulator of a step's gradients. The parameters' earlier gradients are set aside during the step.
 #[derive(Debug)]
 pub(crate) struct Accumulator {
-    /// The model's own, and behind them other leaves that a backward has reached.
+    /// The model's own parameters, followed by other leaves that a backward has reached.
     parameters: Vec<Tensor>,
     /// The parameters, indexed for lookup in a graph.
     known: KnownLeaves,
@@ -56,8 +56,8 @@ pub(crate) struct Accumulator {
 }
 
 impl Accumulator {
-    /// Sets aside the gradients of the parameters, which are some of these variables. Dropping it restores
-    /// them.
+    /// Sets aside the gradients of the parameters, which are some of these variables. Dropping the accumulator
+    /// restores them.
     pub(crate) fn begin(parameters: Vec<Tensor>, named: &Named) -> Result<Self> {
         check_dense(&parameters, named)?;
         // The step's gradients will be added to them in place.
@@ -89,8 +89,8 @@ impl Accumulator {
         self
     }
 
-    /// Sets whether other leaves are summed too. Otherwise they are refused: replicas, stages and ranks would
-    /// add to one leaf at the same time, or miss each other's gradients.
+    /// Sets whether leaves besides the parameters are summed too. Otherwise they are refused: replicas, stages and
+    /// ranks would add to one leaf at the same time, or miss each other's gradients.
     pub(crate) fn summing_others(mut self, wanted: bool) -> Self {
         self.sums_others = wanted;
         self
@@ -134,7 +134,7 @@ impl Accumulator {
         self.part = part;
     }
 
-    /// Sets the number of groups of terms, which is the same at every call.
+    /// Adds empty sums until there are at least `count` groups of terms.
     pub(crate) fn expect_groups(&mut self, count: usize) {
         let empty = || self.parameters.iter().map(|_| None).collect();
         self.sums.groups.resize_with(count.max(self.sums.groups.len()), empty);
@@ -249,7 +249,8 @@ impl Accumulator {
             self.sums.groups[0] = self.parameters.iter().map(gradient).collect();
         }
         self.put_back()?;
-        // So that the drop does not restore them a second time, over gradients that were set meanwhile.
+        // Taken out, so that the drop does not restore gradients a second time, over those that were set
+        // meanwhile.
         let parameters = std::mem::take(&mut self.parameters);
         Ok((parameters, std::mem::take(&mut self.sums)))
     }
@@ -295,8 +296,8 @@ impl Accumulator {
     pub(crate) fn adopt(&mut self, lenders: &[Sum]) -> Result<()> {
         self.expect_groups(lenders.len());
         self.sums.lent = true;
-        // Collected first: a few kernels for all parameters, where one each would cost the launches that a
-        // replay saves.
+        // Collected first, so that a few kernels serve all parameters: one kernel each would cost the launches
+        // that a replay saves.
         let mut empty = Vec::new();
         let mut into = Vec::new();
         let mut from = Vec::new();

@@ -12,8 +12,8 @@ impl Accumulator {
     /// Adds a leaf that a backward has reached to this step's parameters, or refuses it. The backward has not
     /// run yet, and can start anew.
     ///
-    /// Left alone, autograd would add to it whatever becomes of the step: twice after a retry, and before all
-    /// denominators are known.
+    /// Otherwise autograd would add to the leaf's gradient even if the step fails: twice after a retry, and before
+    /// all denominators are known.
     pub(super) fn take_in(&mut self, mut leaf: Tensor) -> Result<()> {
         if !self.sums_others {
             return Err(Error::OtherLeaf { shape: leaf.size() });
@@ -26,7 +26,7 @@ impl Accumulator {
         }
         self.known.add([&leaf])?;
         let mut aside = fitting_gradient(&leaf)?;
-        // A plain backward may have stored it in one memory with a parameter's gradient.
+        // A plain backward may have stored the leaf's gradient in the same memory as a parameter's.
         let meets = |other: &Tensor| aside.as_ref().is_some_and(|own| overlap(own, other));
         if self.aside.iter().flatten().any(meets) {
             aside = aside.map(|gradient| gradient.f_detach_copy()).transpose()?;

@@ -18,7 +18,7 @@ pub(crate) type Sum = Vec<Option<Tensor>>;
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
     pub(super) groups: Vec<Sum>,
-    /// True if some of them belong to CUDA graphs, which the next step will overwrite.
+    /// True if some sums are in memory of CUDA graphs, which the next step will overwrite.
     pub(super) lent: bool,
     /// True if sums on the host belong to offloaded parameters: they keep the dtype in which they were sent.
     pub(super) on_host: bool,
@@ -114,9 +114,9 @@ impl Sums {
         Ok(Total { sum: self.combined(parameters, factors)?, lent, on_host })
     }
 
-    /// Combines the sums over all ranks; `present` says for each parameter whether any rank has a gradient.
-    /// With `alike`, all ranks have a single, equal factor, which is applied at the end: so gradients may be in
-    /// flight before it is known.
+    /// Combines the sums over all ranks; `present` says for each parameter whether any rank has a gradient. With
+    /// `alike`, all ranks have a single, equal factor, which is applied at the end, so that gradients may be in
+    /// flight before the factor is known.
     pub(crate) fn total_over_ranks(
         mut self,
         parameters: &[Tensor],
@@ -129,8 +129,8 @@ impl Sums {
             Some(buckets) => buckets,
             None => Buckets::new(collective.clone(), parameters)?,
         };
-        // With one factor for all, undivided sums are divided once, after the exchange. Otherwise each rank
-        // divides its own before, because groups are added up in the buckets.
+        // One factor for all ranks is applied once, after the exchange. Otherwise each rank applies its own
+        // factors before the exchange, because the buckets add up the groups.
         let last = factors.first().copied().filter(|_| alike);
         let first = if alike { &[][..] } else { factors };
         let on_host = self.on_host;
@@ -224,9 +224,9 @@ impl Finished {
         Ok(None)
     }
 
-    /// Adds them to the parameters' gradients. Allocates nothing.
+    /// Adds these gradients to the parameters' existing ones. Allocates nothing.
     pub(crate) fn apply(self, parameters: &mut [Tensor]) -> Result<()> {
-        // In place of existing gradients, so that optimizers find them in the same tensors.
+        // Added in place, so that optimizers find the gradients in the same tensors as before.
         let mut gradients: Sum = parameters.iter().map(gradient).collect();
         add_sum(&mut gradients, self.0)?;
         for (parameter, new) in parameters.iter_mut().zip(&gradients) {

@@ -120,7 +120,7 @@ impl MemoryModel {
     pub(crate) fn line(&self) -> Option<Line> {
         let Some((&large, &most)) = self.needs.last_key_value() else { return self.prior };
         let apart = |size: usize| (size as f64) <= large as f64 * SLOPE_MAX_RATIO;
-        // A size that needed much more than a larger one was measured beside other data.
+        // If a size needed much more than a larger one, other data were in memory when it was measured.
         let sound = |need: u64| need as f64 <= most as f64 * NOISE_FACTOR;
         let below = self.needs.iter().rev().find(|&(&size, &need)| apart(size) && sound(need));
         // With one size alone the fixed part is a guess: that of a known shape, or the floor.
@@ -154,7 +154,7 @@ impl MemoryModel {
     /// interpolating between the needs on both sides of the budget is more accurate than the line through
     /// the largest sizes.
     fn largest_as_measured(&self, budget: u64) -> usize {
-        // A size that needed more than a larger one was measured beside other data.
+        // If a size needed more than a larger one, other data were in memory when it was measured.
         let mut sound: Vec<(f64, f64)> = Vec::new();
         for (&size, &need) in self.needs.iter().rev() {
             if sound.last().is_none_or(|(_, above)| need as f64 <= *above) {

@@ -370,8 +370,8 @@ fn pieces(left: &Samples, trial: &SizeTrial, all: &Samples) -> Result<Vec<Range<
     }
 }
 
-/// Returns `count` micro-batches of `size` samples, or as many as there are. Leaves no single sample
-/// behind, which batch normalisation cannot train with.
+/// Returns `count` micro-batches of `size` samples, or as many as there are. Leaves no rest of a single sample,
+/// because batch normalisation cannot train with one.
 fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize>>> {
     let count = count.min(samples / size).max(1);
     match samples.saturating_sub(count * size) {
@@ -380,8 +380,8 @@ fn first_of(samples: usize, size: usize, count: usize) -> Result<Vec<Range<usize
     }
 }
 
-/// Returns micro-batches of `size` samples and one of the rest; near-equal ones where the rest would be a
-/// single sample.
+/// Returns micro-batches of `size` samples and one of the rest; near-equal ones if the rest would be a single
+/// sample.
 fn of_exactly(samples: usize, size: usize) -> Result<Vec<Range<usize>>> {
     match samples % size {
         1 => Ok(split::by_size(samples, size)?),

@@ -57,8 +57,8 @@ pub(super) struct MeasuredLayer<'a> {
 }
 
 impl MeasuredLayer<'_> {
-    /// Returns the least times with all samples, or with the first `few`: other work on the machine only
-    /// adds to a time, and not to all layers alike.
+    /// Returns the shortest times with all samples, or with the first `few`: other work on the machine only
+    /// lengthens times, and not those of all layers alike.
     pub(super) fn times(&self, input: &[Tensor], few: Option<i64>) -> Result<LayerTimes> {
         self.run(input, few)?; // warm-up: libraries initialise, caches fill
         let mut runs = Vec::new();
@@ -145,8 +145,8 @@ impl MeasuredLayer<'_> {
         Ok(LayerPeaks { forward, backward: all.saturating_sub(made) })
     }
 
-    /// Returns the bytes in use between the input gradient and the weight gradient, including the input
-    /// where the latter needs it; `None` where there is no input gradient.
+    /// Returns the bytes in use between the input gradient and the weight gradient, including the input if the
+    /// weight gradient needs it; `None` if there is no input gradient.
     pub(super) fn kept_between(&self, input: &[Tensor]) -> Result<Option<u64>> {
         let leaves = self.leaves(input, None)?;
         let mut stashed = self.stashed.map(|values| self.leaves(values, None))?;
@@ -201,8 +201,8 @@ impl MeasuredLayer<'_> {
         })
     }
 
-    /// Returns the seconds of the gradients of `inputs`, and of those of `others` after it; zeros where no
-    /// output requires a gradient. Leaves every `grad` untouched.
+    /// Returns the seconds that the gradients of `inputs` take, and then those of `others`; zeros if no output
+    /// requires a gradient. Leaves every `grad` untouched.
     fn split_backward(
         &self,
         output: Vec<Tensor>,

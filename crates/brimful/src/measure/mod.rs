@@ -50,8 +50,8 @@ pub fn measure(layers: &Layers, device: Device, batch: &impl Batch) -> Result<Pr
     measure_of_kind(layers, device, batch, kind, |_| {})
 }
 
-/// Measures as [`measure`] does, with parameters and floating-point inputs of this dtype, for batches of tokens
-/// that do not determine it. Calls `watch` with each layer as soon as it is measured.
+/// Measures as [`measure`] does, with parameters and floating-point inputs of this dtype, for batches of tokens,
+/// which do not determine the dtype. Calls `watch` with each layer as soon as it is measured.
 ///
 /// # Errors
 /// As for [`measure`].
@@ -163,8 +163,9 @@ impl Measurement {
         Ok((LayerCost { name, ..layer }, output, stashed))
     }
 
-    /// Returns the times of a sample and the overhead of a call. Forward and backward have one overhead, the mean
-    /// of both, so that their sum is as measured. The two parts of a split backward share it.
+    /// Returns the times of a sample and the overhead of a call. Forward and backward both get the mean of their
+    /// two overheads, so that the sum of their times is as measured. The two parts of a split backward share the
+    /// overhead of a backward.
     fn costs(&self, whole: LayerTimes, part: Option<(i64, LayerTimes)>) -> LayerCost {
         let n = self.samples as f64;
         let fixed = |whole: f64, few: i64, part: f64| {
@@ -176,7 +177,8 @@ impl Measurement {
             f64::midpoint(forward, fixed(whole.backward, few, part.backward))
         });
         let each = |time: f64| f64::max(time - overhead, 0.0) / n;
-        // A split backward is never faster than a whole one: where it seems so, the clock is inaccurate.
+        // A split backward is never faster than a whole one: if the measured times say so, the clock is
+        // inaccurate.
         let (input, weight) = match (whole.input_gradient, whole.weight_gradient) {
             (input, 0.0) => (input.max(whole.backward), 0.0),
             (input, weight) => (input, weight.max(whole.backward - input)),
@@ -202,8 +204,8 @@ impl Measurement {
     }
 }
 
-/// Runs something small on libtorch's backward thread of an accelerator: it would print a warning to
-/// standard error if its first operation were a matrix product.
+/// Runs a small operation on libtorch's backward thread of an accelerator. If the thread's first operation were a
+/// matrix product, libtorch would print a warning to standard error.
 fn begin_backwards(device: Device) -> Result<()> {
     if device == Device::Cpu {
         return Ok(());

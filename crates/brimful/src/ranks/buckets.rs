@@ -30,7 +30,7 @@ pub(crate) struct Buckets {
 #[derive(Debug)]
 struct Bucket {
     numbers: Tensor,
-    /// Number of parameters whose gradients are not in it yet.
+    /// Number of parameters whose gradients are not in the bucket yet.
     missing: usize,
     summing: Option<Summing>,
 }
@@ -100,7 +100,8 @@ impl Buckets {
         let mut into = self.part(parameter)?;
         match gradient {
             Some(gradient) => self.copier.bring(gradient, &into)?,
-            // Sent as zeros: other ranks may have a gradient for it, and all rings must have the same size.
+            // Sent as zeros, because other ranks may have a gradient for this parameter, and a bucket must have
+            // the same size on all ranks.
             None => drop(into.f_zero_()?),
         }
         let place = &mut self.places[parameter];

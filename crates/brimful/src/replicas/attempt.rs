@@ -46,8 +46,8 @@ impl<M: 'static> Replicas<M> {
         let run = move |replica: &mut Replica<M>, job: Option<J>| {
             Ok(job.map(|job| oom::catch(|| work(replica, job))))
         };
-        // Before every attempt, not after every step: an optimizer, the user or a load may have changed the
-        // first replica's variables since.
+        // Copied before every attempt, not after every step, because an optimizer, the user or a load may change
+        // the first replica's variables in between.
         self.workers.all(Replica::take_over)?;
         Ok(self.workers.each_or_error(jobs, run)?)
     }
@@ -116,7 +116,8 @@ fn all_done<O>(ended: Vec<Ended<PartDone<O>>>) -> Result<Vec<Option<PartDone<O>>
         }
     }
     let Some(failure) = failure else { return Ok(all) };
-    // Successful parts too, because a step is atomic. A failed undo does not stop the others'.
+    // Successful parts are undone too, because a step is atomic. A failed undo does not stop the undo of other
+    // parts.
     let undone = all.into_iter().flatten().map(|done| done.attempt.undo.run());
     undone.fold(Ok(()), Result::and)?;
     Err(failure)

@@ -34,7 +34,8 @@ impl<M: 'static> Replicas<M> {
         let step = step::run(self, request, Ending::Commit, |this, context| {
             this.spread(arranged.batch(), context, true, &train)
         })?;
-        // Only from successful steps: a failed attempt measures how soon memory ran out.
+        // Speeds are learnt only from successful steps: the time of a failed attempt shows only how soon memory
+        // ran out.
         let times = step.times.iter().map(|time| time.map(|time| time.as_secs_f64()));
         // A rank without a sample takes part in the step too.
         let samples = arranged.samples().unwrap_or_default();
@@ -64,8 +65,8 @@ impl<M: 'static> Replicas<M> {
         })
     }
 
-    /// Runs `f` on every micro-batch without gradients, and joins its results in sample order. Other ranks
-    /// need not call it.
+    /// Runs `f` on every micro-batch without gradients, and joins its results in sample order. Other ranks need
+    /// not make the same call.
     ///
     /// # Errors
     /// When a micro-batch fails; random state is then as before.

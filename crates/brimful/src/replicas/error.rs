@@ -32,9 +32,9 @@ pub enum ReplicasError {
         replica: usize,
         /// First variable that differs.
         variable: String,
-        /// Description of it in the first replica.
+        /// Description of the variable in the first replica.
         first: String,
-        /// Description of it in this replica.
+        /// Description of the variable in this replica.
         here: String,
     },
     /// Another number of speeds than of replicas.

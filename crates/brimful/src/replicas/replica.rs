@@ -52,7 +52,7 @@ type PartRan<O> = Result<(StoreAttempt, O), Caught<Error>>;
 #[derive(Debug)]
 pub(super) struct PartDone<O> {
     pub(super) attempt: StoreAttempt,
-    /// On the first replica's device.
+    /// Outputs of the part, on the first replica's device.
     pub(super) outputs: O,
     pub(super) figures: PartFigures,
 }
@@ -151,7 +151,7 @@ impl<M> Replica<M> {
     }
 }
 
-/// Runs `f`; if that fails in a memory format that is on trial, runs it again in the user's own.
+/// Runs `f`; if that fails in a memory format that is on trial, runs it again in the user's own format.
 pub(super) fn in_format<T>(
     micro: &mut MicroBatcher,
     mut f: impl FnMut(&mut MicroBatcher) -> Result<T, Caught<Error>>,

@@ -1,8 +1,7 @@
 //! Divides a mini-batch among replicas, in proportion to their measured speeds.
 //!
-//! The first steps divide it evenly. Speeds are medians over the last steps, and the parts change only if
-//! that makes a step faster by more than chance: every change means new shapes, and other rounding errors
-//! in sums.
+//! The first steps divide it evenly. Speeds are medians over the last steps, and the parts change only if a step
+//! is expected to become at least 5 % faster: every change means new shapes, and other rounding errors in sums.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -13,7 +12,7 @@ use crate::batch::Samples;
 const READINGS: usize = 5;
 /// Number of readings of every replica before a change: the least whose median drops an outlier.
 const MIN_READINGS: usize = 3;
-/// Least expected speedup of a step for a change of the parts: less is noise.
+/// Smallest expected speedup of a step for which the parts change: a smaller one may be noise.
 const MIN_SPEEDUP: f64 = 1.05;
 
 /// Speeds of the replicas.

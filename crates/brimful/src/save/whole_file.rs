@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{Error, Result};
 
-/// Replaces a file's contents atomically. Keeps links to it and its permissions. A target that is not a
+/// Replaces a file's contents atomically. Keeps the file's permissions, and links to it. A target that is not a
 /// regular file, and `/dev/stdout` wherever it leads, is written to directly.
 ///
 /// # Errors
@@ -42,12 +42,12 @@ pub fn replace_by_copy(path: impl AsRef<Path>, other: impl AsRef<Path>) -> Resul
     beside.replace()
 }
 
-/// New file beside its target. Dropping it removes it, unless it was renamed to the target.
+/// New file beside its target. A drop removes the file, unless it was renamed to the target.
 #[derive(Debug)]
 pub struct WrittenFile {
     pub(crate) file: File,
     target: PathBuf,
-    /// `None` where the target itself is written to, because it is not a regular file.
+    /// `None` if the target itself is written to, because it is not a regular file.
     path: Option<PathBuf>,
 }
 
@@ -65,13 +65,13 @@ impl WrittenFile {
         if before.as_ref().is_some_and(Metadata::is_dir) {
             return Err(io::ErrorKind::IsADirectory.into());
         }
-        // An existing file belongs to others, or is a link to elsewhere.
+        // Only a new file will do: an existing one may belong to others, or be a link to elsewhere.
         let create = |path: &Path| OpenOptions::new().write(true).create_new(true).open(path);
         let (path, file) = make_beside(&place, create)?;
         let beside = Self { file, target: place, path: Some(path) };
         if let Some(before) = before {
-            // Set before anything is written, which may be confidential. A file system without permissions
-            // refuses.
+            // Set before anything is written, because the contents may be confidential. A file system without
+            // permissions refuses, which does no harm.
             let _ = beside.file.set_permissions(before.permissions());
         }
         Ok(beside)
@@ -122,8 +122,8 @@ pub(super) fn in_its_place(
     Ok(())
 }
 
-/// Returns the metadata of an existing file or folder. Fails where the system refuses to follow a link, as
-/// another user's in `/tmp`.
+/// Returns the metadata of an existing file or folder. Fails if the system refuses to follow a link, such as
+/// another user's link in `/tmp`.
 pub(super) fn found_at(target: &Path) -> io::Result<Option<Metadata>> {
     match fs::metadata(target) {
         Err(reason) if reason.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -162,7 +162,7 @@ fn behind_links(path: &Path) -> PathBuf {
     place
 }
 
-/// Returns the number of an open file of this process, if the path is its name among those.
+/// Returns the descriptor's number if the path is the name of an open file in `/proc/self/fd`.
 fn open_number(path: &Path) -> Option<&str> {
     let folder = fs::canonicalize(path.parent()?).ok()?;
     let is_of_open = fs::canonicalize("/proc/self/fd").is_ok_and(|open| open == folder);
@@ -179,8 +179,8 @@ fn open_as_it_is(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Makes `path` a hard link to `file`, on the same file system, atomically: at no time does it name
-/// nothing.
+/// Makes `path` a hard link to `file`, on the same file system, atomically: at any time `path` names the previous
+/// file or the new one.
 ///
 /// # Errors
 /// When the file system refuses, as those without hard links do. The previous file is unchanged then.
@@ -219,8 +219,8 @@ pub fn remove_left_over(path: impl AsRef<Path>) {
     }
 }
 
-/// Calls `make` with an unused path beside the target: an earlier process with this process's number may
-/// have left files behind.
+/// Calls `make` with an unused path beside the target: an earlier process with this process's id may have left
+/// files there.
 pub(super) fn make_beside<T>(
     target: &Path,
     make: impl Fn(&Path) -> io::Result<T>,

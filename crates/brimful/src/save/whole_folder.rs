@@ -10,14 +10,14 @@ use rustix::io::Errno;
 use super::whole_file::{found_at, in_its_place, make_beside, place, refusal};
 use crate::{Error, Result};
 
-/// Calls `fill` with a new folder, which then replaces the target atomically. Keeps links to it and its
-/// permissions.
+/// Calls `fill` with a new folder, which then replaces the target atomically. Keeps the target's permissions, and
+/// links to it.
 ///
-/// If the file system can exchange two folders, the target exists at all times; if not (as on some network
-/// file systems), it is missing for an instant between two renames.
+/// If the file system can exchange two folders, the target exists at all times. If it cannot, as on some network
+/// file systems, the target is missing for an instant between two renames.
 ///
 /// # Errors
-/// The error of `fill`, or when the file system refuses. The old folder, if there was one, is unchanged
+/// With the error of `fill`, and when the file system refuses. The old folder, if there was one, is unchanged
 /// then.
 pub fn replace_folder<E: From<Error>>(
     target: impl AsRef<Path>,
@@ -29,7 +29,7 @@ pub fn replace_folder<E: From<Error>>(
     Ok(new.replace().map_err(|reason| refusal(target, &reason))?)
 }
 
-/// Folder beside its target. Dropping it removes it, or the old folder that it was exchanged with.
+/// Folder beside its target. A drop removes the new folder, or after an exchange the old one.
 struct FolderBeside {
     path: PathBuf,
     target: PathBuf,
@@ -51,7 +51,7 @@ impl FolderBeside {
         Ok(new)
     }
 
-    /// Renames the folder to its target, synced to the disk before it returns.
+    /// Syncs the folder to the disk, and renames it to its target.
     fn replace(self) -> io::Result<()> {
         sync_all(&self.path)?;
         in_its_place(&self.target, || match self.exchange() {
@@ -61,7 +61,7 @@ impl FolderBeside {
         })
     }
 
-    /// Exchanges both folders at once.
+    /// Exchanges the folder and its target atomically.
     fn exchange(&self) -> rustix::io::Result<()> {
         renameat_with(CWD, &self.path, CWD, &self.target, RenameFlags::EXCHANGE)
     }
@@ -75,7 +75,7 @@ impl FolderBeside {
             return Err(reason);
         }
         if let Err(reason) = fs::rename(&self.path, &self.target) {
-            // Only if this fails too, the old folder stays beside its place.
+            // If this fails too, the old folder stays beside the target.
             let _ = fs::rename(&before, &self.target);
             return Err(reason);
         }
@@ -87,7 +87,8 @@ impl FolderBeside {
 
 impl Drop for FolderBeside {
     fn drop(&mut self) {
-        // Removes the old folder, or one that was not filled; there is none where the target was new.
+        // Removes the old folder after an exchange, or the new one after a failure. There is nothing to remove
+        // after a rename to a new target.
         let _ = fs::remove_dir_all(&self.path);
     }
 }

@@ -1,12 +1,12 @@
 //! Running statistics of BatchNorm layers, which change once per committed step.
 //!
-//! During a step, the BatchNorm layers that run on its thread ask here for the destination of their statistics.
-//! A *deferred* layer gets a row of its own for each micro-batch: libtorch writes the micro-batch's mean and
-//! variance there as "running statistics" of momentum one, at no extra cost. The rows are pooled into the
-//! mini-batch's statistics, those of many layers at once, and at the step's end the running statistics move
-//! towards them, once. A *per-micro-batch* layer moves its running statistics at once, and their earlier values
-//! are kept until the step has succeeded. An *exact* layer sees all micro-batches before it normalises the
-//! first: it adds the statistics of the whole mini-batch at once.
+//! During a step, the BatchNorm layers that run on its thread ask here for the destination of their statistics. A
+//! *deferred* layer gets a row of its own for each micro-batch: libtorch writes the micro-batch's mean and
+//! variance there as "running statistics" of momentum one, at no extra cost. The rows of many layers at once are
+//! pooled into the mini-batch's statistics. At the step's end, the running statistics move once towards those of
+//! the mini-batch. A *per-micro-batch* layer moves its running statistics at once, and their earlier values are
+//! kept until the step has succeeded. An *exact* layer sees all micro-batches before it normalises the first: it
+//! adds the statistics of the whole mini-batch at once.
 
 mod channel_pairs;
 mod graphs;
@@ -44,7 +44,7 @@ pub(crate) struct Pending {
     rehearsal: bool,
     deferred: HashMap<u64, Seen>,
     rows: pool::RowSpace,
-    /// Layers that were changed in place, with their values before.
+    /// Layers whose statistics were changed in place, with their earlier values.
     changed: HashMap<u64, (Running, Vec<Tensor>)>,
 }
 
@@ -67,7 +67,7 @@ impl Collecting {
         Self { outer: STEP.replace(Some(earlier)) }
     }
 
-    /// Returns the reports.
+    /// Ends the collection, and returns the reports.
     pub(crate) fn end(self) -> Pending {
         STEP.take().unwrap_or_default()
     }

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! Nothing is subtracted from a sum of squares, so nothing cancels. Layers whose parts have the same numbers of
-//! values are pooled side by side. A network has only a few different numbers, so a step takes some dozens of
-//! small kernels, not some dozens for each layer.
+//! values are pooled side by side. A network has only a few different numbers of values, so a step takes some
+//! dozens of small kernels, not some dozens for each layer.
 
 use brimful_torch::transfer;
 use tch::{Device, Kind, Tensor};
@@ -30,7 +30,7 @@ pub(super) struct Seen {
     /// Number of values of each row.
     counts: Vec<i64>,
     pooled: Vec<Pooled>,
-    /// True if they are of whole mini-batches, not of micro-batches.
+    /// True if the statistics are of whole mini-batches, not of micro-batches.
     pub(super) is_of_whole: bool,
 }
 
@@ -66,7 +66,7 @@ struct Alike {
     pooled: Vec<i64>,
     kind: Kind,
     device: Device,
-    /// `None` where each layer counts its batches.
+    /// `None` if each layer counts its batches.
     momentum: Option<f64>,
 }
 
@@ -139,8 +139,8 @@ impl Seen {
         Ok(())
     }
 
-    /// Returns the pooled statistics as sums around the running mean, in host memory: the number of values,
-    /// then each channel's sum, then each channel's squares.
+    /// Returns the pooled statistics as sums around the running mean, in host memory: the number of values, then
+    /// each channel's sum, then each channel's sum of squares.
     pub(super) fn moments(&self) -> Result<Tensor> {
         let around = shift(&self.running)?;
         let Some(Pooled { count, mean, squares }) = self.pooled.first() else {

@@ -1,7 +1,7 @@
 //! Statistics of all ranks' samples, in one sum.
 //!
 //! Each rank contributes sums around the running mean r, which all ranks share, for each channel of each layer
-//! that has run on any rank. So little cancels, and the sums are in f64.
+//! that has run on any rank. So cancellation costs little precision, and the sums are in f64.
 //!
 //! ```text
 //!   n, n (μ − r), q + n (μ − r)²    summed over the ranks to N, S, T
@@ -29,7 +29,7 @@ pub(crate) struct ReportedLayer {
 }
 
 impl ReportedLayer {
-    /// Returns whether this is the name of one of its statistics.
+    /// Returns whether this is the name of one of the layer's statistics.
     pub(crate) fn has(&self, name: &str) -> bool {
         [Some(&self.mean), Some(&self.variance), self.batches.as_ref()]
             .into_iter()

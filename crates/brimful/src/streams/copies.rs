@@ -39,7 +39,7 @@ pub(crate) struct CopyStreams {
 #[derive(Debug)]
 pub(crate) struct Arriving {
     tensor: Tensor,
-    /// Event of its completion; `None` if it is complete already.
+    /// Event at which the copy is complete; `None` if it is complete already.
     done: Option<Event>,
 }
 

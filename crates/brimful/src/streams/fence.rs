@@ -15,8 +15,8 @@ impl StreamFence {
         Self::now(accelerators(tensors.map(Tensor::device)))
     }
 
-    /// Records this thread's work on each of these accelerators where it has entered a stream other than the
-    /// common one.
+    /// Records this thread's work on those of these accelerators on which the thread has entered a stream other
+    /// than the common one.
     pub(crate) fn apart(devices: &[Device]) -> Result<Self> {
         let mut apart = Vec::new();
         for &device in devices {
@@ -38,12 +38,12 @@ impl StreamFence {
         Ok(Self(devices.into_iter().map(event).collect::<Result<_>>()?))
     }
 
-    /// Returns the event on that accelerator; `None` if nothing was recorded there.
+    /// Returns the event on this accelerator; `None` if nothing was recorded there.
     pub(crate) fn on(&self, device: Device) -> Option<&Event> {
         self.0.iter().find(|(other, _)| *other == device).map(|(_, event)| event)
     }
 
-    /// Makes this thread's later work on those accelerators wait for the events.
+    /// Makes this thread's later work on the fence's accelerators wait for the events.
     pub(crate) fn precede(&self) -> Result<()> {
         for (device, event) in &self.0 {
             // The stream waits, not the host: this thread keeps launching.
