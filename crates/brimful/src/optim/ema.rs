@@ -43,9 +43,9 @@ const UPDATES: &str = "updates";
 
 /// Exponential moving averages of a model's variables: *average ← decay · average + (1 − decay) · weight*.
 ///
-/// The average of an f16 or bf16 weight is in f32. A variable without a gradient, such as the running
-/// statistics of norms or a frozen parameter, is not averaged but copied. The averages are allocated in the
-/// memory that the caller has entered, or with a pipeline in that of their stages.
+/// The average of an f16 or bf16 weight is in f32. A variable that requires no gradient, such as the running
+/// statistics of norms or a frozen parameter, is not averaged but copied. The averages are allocated in the memory
+/// that the caller has entered, or, with a pipeline, in the memory of their stages.
 #[derive(Debug)]
 pub struct Ema {
     parts: Parts<EmaPart>,
@@ -56,8 +56,8 @@ pub struct Ema {
 }
 
 impl Pipeline {
-    /// Begins averages of all variables at their present values, in the memory of their stages. They replace
-    /// earlier ones.
+    /// Begins averages of all variables at their present values, in the memory of their stages. The new averages
+    /// replace earlier ones.
     ///
     /// # Errors
     /// As [`Ema::new`].
@@ -80,7 +80,7 @@ impl Ema {
     /// Begins averages of these variables.
     ///
     /// # Errors
-    /// When two have the same name, the decay is not in 0..1, or memory runs out.
+    /// When two variables have the same name, the decay is not in 0..1, or memory runs out.
     pub fn for_named(named: Vec<(String, Tensor)>, decay: f64) -> Result<Self> {
         check_decay(decay)?;
         Ok(Self::of(Parts::of_caller(EmaPart::new(named, |_| None)?), decay))
@@ -102,8 +102,8 @@ impl Ema {
         self.updates
     }
 
-    /// Returns the averages with the names of their variables, sorted by name. The next update changes them. Of a
-    /// pipeline over ranks, rank 0 gets all of them, the others their own.
+    /// Returns the averages with the names of their variables, sorted by name. The next update changes them. In a
+    /// pipeline over ranks, rank 0 gets all averages, and every other rank gets its own.
     ///
     /// # Errors
     /// When a worker has ended.
@@ -120,7 +120,7 @@ impl Ema {
     /// optimizer; the host does not wait for the device.
     ///
     /// # Errors
-    /// When the averages are swapped in, or memory runs out: they are unchanged then.
+    /// When the averages are swapped in, or memory runs out. The averages are unchanged then.
     pub fn update(&mut self) -> Result<()> {
         let mut parts = self.parts.lock()?;
         let ranks = parts.ranks;
@@ -177,7 +177,7 @@ impl Ema {
     /// Loads a state that [`Ema::state`] returned, with its decay.
     ///
     /// # Errors
-    /// When it belongs to other variables or shapes (the error names the first difference), the averages
+    /// When the state belongs to other variables or shapes (the error names the first difference), the averages
     /// are swapped in, or memory runs out. Nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let mut parts = self.parts.lock()?;

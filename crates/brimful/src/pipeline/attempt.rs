@@ -47,11 +47,11 @@ pub(crate) struct PipelineAttempt {
     pub(super) normalised: bool,
     /// BatchNorm layers in this process that are not this library's.
     pub(super) unmanaged_norms: usize,
-    /// Reports of the workers, if they made them at once.
+    /// Workers' reports, if the workers reported as soon as they had run.
     pub(super) reports: Option<Vec<PartReport>>,
     /// Loss of `backward_whole`, which the caller's thread computed on all outputs.
     pub(crate) loss: Option<(Counted, Vec<TermGroup>)>,
-    /// Whether it waits for later mini-batches.
+    /// Whether the attempt waits for later mini-batches of its accumulation window.
     pub(super) waits: bool,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Portion {
     /// Sample ranges of the micro-batches within this process's mini-batch; none if there are too few
     /// samples.
     pub(crate) ranges: Vec<Range<usize>>,
-    /// Number of its first micro-batch, counted over all replicas.
+    /// Number of the portion's first micro-batch, counted over all replicas.
     pub(crate) first: usize,
     pub(crate) weights: Arc<[MicroBatchWeight]>,
 }

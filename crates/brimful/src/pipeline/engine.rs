@@ -263,7 +263,7 @@ impl Pipeline {
         mode: Mode,
         two_phases: bool,
     ) -> Result<AttemptPlan> {
-        // An evaluation within an accumulation window is not part of it, and has its own unit.
+        // An evaluation within an accumulation window is not part of the window, and has its own divisor (`unit`).
         let role = match mode.trains() {
             true => step::role(self, handshake, 0, mode.is_last()),
             false => BatchRole { last: mode.is_last(), ..handshake.role(0) },
@@ -352,7 +352,7 @@ impl Pipeline {
         ReportOptions { at_once, others: exchange.team.replicas > 1 }
     }
 
-    /// Runs each worker's job; workers without one take part as idle. If one fails, all undo.
+    /// Runs each worker's job; workers without one take part as idle. If a worker fails, all workers undo.
     fn run_all<J: Send + 'static>(
         &self,
         jobs: Vec<Option<J>>,
@@ -387,7 +387,7 @@ impl Pipeline {
     fn ask_all(&self, attempt: &mut PipelineAttempt, others: bool) -> Result<Vec<PartReport>> {
         let workers = self.workers();
         if attempt.waits {
-            // A commit adds to gradients in place, and waiting updates still need theirs.
+            // A commit adds to gradients in place, but waiting updates still need the earlier values.
             workers.all(Worker::offload_all)?;
         }
         if std::mem::take(&mut attempt.waits) {
@@ -469,7 +469,8 @@ impl Pipeline {
         let job = |number| Job {
             actions: Arc::clone(actions),
             ports: (self.layout.of_worker(number))
-                // Moved: a second holder of an end would keep a failed worker's neighbours waiting.
+                // Moved, not shared: if a channel end had a second holder, it would stay open when its worker
+                // fails, and the neighbours would wait.
                 .filter_map(|(stage, _)| ports[stage.index()].take())
                 .collect(),
             inputs: (inputs.take_if(|_| number == self.layout.first_worker())).unwrap_or_default(),
@@ -518,7 +519,7 @@ fn attempt_of(plan: &AttemptPlan, done: Vec<WorkerDone>) -> PipelineAttempt {
     }
 }
 
-/// Returns all answers, or the earliest failure: later ones may be its consequences.
+/// Returns all answers, or the earliest failure, because later failures may be consequences of it.
 fn first_failure(
     answers: Vec<Result<Result<WorkerDone, WorkerFailure>>>,
 ) -> Result<Vec<WorkerDone>, Failed> {

@@ -255,7 +255,7 @@ pub enum PipelineError {
         /// Name of the layer.
         layer: String,
     },
-    /// Actions that let a micro-batch pass an exact BatchNorm before all have reached it.
+    /// Actions that let a micro-batch pass an exact BatchNorm before all micro-batches have reached it.
     #[error(
         "the next action passes an exact BatchNorm, which only {came} of {micro_batches} micro-batches have \
          reached: give a list of actions in which each stage runs all micro-batches before the next stage \
@@ -335,7 +335,7 @@ impl Error {
     }
 }
 
-/// Returns the action to run right before this one, so that its graph refers to weights on the device.
+/// Returns the action to run right before `action`, so that the graph of `action` refers to weights on the device.
 fn remade(action: Action) -> Action {
     let kind = match action.kind {
         ActionKind::WeightGradient => ActionKind::InputGradient,

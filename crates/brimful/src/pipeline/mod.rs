@@ -1,8 +1,8 @@
 //! Pipeline parallelism: a model spread over devices, with every device busy.
 //!
-//! The layers are cut into stages. One long-lived thread for each device owns its stages and runs
-//! its list of the schedule's actions; values, gradients and skips go from stage to stage. A step
-//! leaves exactly the gradients that the plain model has on the whole mini-batch.
+//! The layers are cut into stages. Each device has one long-lived thread, which owns the device's stages and runs
+//! the device's list of actions; values, gradients and skips go from stage to stage. A step leaves exactly the
+//! gradients that the plain model has on the whole mini-batch.
 //!
 //! ```
 //! use brimful::optim::Sgd;
@@ -35,8 +35,8 @@
 //! random state as they were, and returns an error that names the stage
 //! ([`Error::Stage`](crate::Error::Stage)). The next step works.
 //!
-//! *Random numbers* belong to a step, a layer and a micro-batch ([`StepRng`](crate::StepRng)): they
-//! depend neither on the schedule nor on the balance, and a recomputed layer draws the same again.
+//! *Random numbers* belong to a step, a layer and a micro-batch ([`StepRng`](crate::StepRng)): they depend neither
+//! on the schedule nor on the balance, and a recomputed layer draws the same numbers again.
 
 mod attempt;
 mod build;
@@ -128,7 +128,7 @@ impl Pipeline {
         &self.balance
     }
 
-    /// Returns the schedule: the one that was asked for, or breadth-first with exact BatchNorms.
+    /// Returns the schedule. With exact BatchNorms, it is breadth-first, whatever was set.
     pub fn schedule(&self) -> Schedule {
         self.schedule
     }
@@ -170,9 +170,9 @@ impl Pipeline {
         self.state.set_size(micro_batches);
     }
 
-    /// Enables or disables timing of the transfers of weights, gradients and boundaries over the host link,
-    /// and of compute's waits for them ([`Timeline::host_links`](crate::Timeline::host_links)). Disabled by default.
-    /// In a world, all ranks set it alike.
+    /// Enables or disables timing of the transfers of weights, gradients and boundaries over the host link, and of
+    /// compute's waits for them ([`Timeline::host_links`](crate::Timeline::host_links)). Disabled by default. In a
+    /// world, all ranks pass the same value.
     pub fn trace_transfers(&mut self, on: bool) {
         self.traces_transfers = on;
     }

@@ -1,4 +1,4 @@
-//! Workers' parts of an optimizer and of averages, which `optim` makes one of.
+//! Each worker's part of an optimizer and of averages. `optim` combines the parts into one optimizer or average.
 
 use brimful_torch::foreach;
 use tch::Tensor;
@@ -59,25 +59,25 @@ impl Pipeline {
             Ok(())
         };
         let workers = self.workers();
-        // Within the vote: all ranks get the error of one.
+        // The check is inside the vote, so that all ranks get the error of any rank.
         let make = || check_decay(decay).and_then(|()| workers.all(make));
         let parts = self.ranks.all_or_none("averages", make)?;
         workers.each_or_error(parts, take).map(drop)
     }
 }
 
-/// Returns the worker's part of the optimizer, after its last update, to read or replace its state.
+/// Finishes waiting updates, and returns the worker's part of the optimizer, to read or replace its state.
 pub(crate) fn settled_optimizer(worker: &mut Worker) -> Result<&mut OptimizerPart> {
     worker.offload_all()?;
     made_optimizer(worker)
 }
 
-/// Returns the worker's part of the optimizer, whose last step may still wait.
+/// Returns the worker's part of the optimizer. Updates of its last step may still wait.
 pub(crate) fn made_optimizer(worker: &mut Worker) -> Result<&mut OptimizerPart> {
     Ok(worker.site.optimizer.as_mut().expect("it was made on every worker"))
 }
 
-/// Returns the worker's part of the averages, after the weights' last update.
+/// Finishes waiting updates of the weights, and returns the worker's part of the averages.
 pub(crate) fn settled_ema(worker: &mut Worker) -> Result<&mut EmaPart> {
     worker.offload_all()?;
     Ok(worker.ema.as_mut().expect("it was made on every worker"))
@@ -115,7 +115,7 @@ pub(crate) fn clip_worker_gradients(
     Ok(GradientNorm::of(norm))
 }
 
-/// Returns the gradients of the worker's parameters, after its last update.
+/// Finishes waiting updates, and returns the gradients of the worker's parameters.
 fn gradients(worker: &mut Worker) -> Result<Vec<Tensor>> {
     worker.finish_updates()?;
     let all = made_optimizer(worker)?.parameters().map(|(_, tensor)| tensor.grad());

@@ -24,18 +24,18 @@ pub(crate) struct StageLayout {
 pub(crate) struct StagePlan {
     pub(crate) worker: usize,
     pub(crate) range: Range<usize>,
-    /// Stash positions of skips that this stage pops and an earlier one stashes.
+    /// Stash positions of skips that this stage pops and an earlier stage stashes.
     pub(crate) imports: Vec<usize>,
-    /// Skips that this stage stashes and later ones pop.
+    /// Skips that this stage stashes and later stages pop.
     pub(crate) exports: Vec<Export>,
 }
 
 /// Skip that leaves its stage.
 #[derive(Debug, Clone)]
 pub(crate) struct Export {
-    /// Position of its stash.
+    /// Position of the skip's stash.
     pub(crate) stash: usize,
-    /// Stages that it goes to directly.
+    /// Stages to which the skip goes directly.
     pub(crate) targets: Vec<usize>,
 }
 
@@ -69,12 +69,12 @@ impl StageLayout {
 
     /// Returns the position of the layer that a variable of this name belongs to.
     pub(crate) fn position_of(&self, name: &str) -> Option<usize> {
-        // Layers' names may contain dots, but none is inside another: at most one matches.
+        // Names of layers may contain dots, but no layer is inside another layer, so at most one name matches.
         let mut outer = name.match_indices('.').map(|(dot, _)| &name[..dot]);
         outer.find_map(|outer| self.positions.get(outer).copied())
     }
 
-    /// Returns whether a stage's layers use the variable of this name, their own or another's.
+    /// Returns whether a stage's layers own or share the variable of this name.
     pub(crate) fn uses(&self, plan: &StagePlan, name: &str) -> bool {
         let Some(position) = self.position_of(name) else { return false };
         let shares =

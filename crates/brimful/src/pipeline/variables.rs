@@ -17,20 +17,20 @@ use crate::save::{self, Metadata};
 use crate::workers::Workers;
 
 impl Pipeline {
-    /// Returns all variables with their names, in the order of the names, each on its stage's device. A
-    /// shared variable appears once. They are the stages' own tensors: changing one changes the model, and
-    /// the next step copies the change to every copy of a shared variable, in other stages and ranks too.
-    /// Writes through [`Tensor::data`] are not noticed, because libtorch does not count them as changes. A step may
-    /// lose those to the first offloaded stage, whose weights it left on the device for the next one, unless
-    /// `variables` or [`Optimizer::wait`](crate::optim::Optimizer::wait) is called after them.
+    /// Returns all variables with their names, in the order of the names, each on its stage's device. A shared
+    /// variable appears once. The tensors are the stages' own: changing a tensor changes the model, and the next
+    /// step copies the change to every copy of a shared variable, in other stages and ranks too. Writes through
+    /// [`Tensor::data`] are not noticed, because libtorch does not count them as changes. Such a write to an
+    /// offloaded stage may be lost, because a step leaves the weights of one stage on the device for the next
+    /// step. To keep such writes, call `variables` or [`Optimizer::wait`](crate::optim::Optimizer::wait) after
+    /// them.
     ///
-    /// Waits for the last update. Later updates and steps write to the variables of offloaded stages while
-    /// the caller goes on: a caller that keeps them must call
-    /// [`Optimizer::wait`](crate::optim::Optimizer::wait) after every optimizer step
-    /// before it reads them.
+    /// Waits for the last update. Later updates and steps write to the variables of offloaded stages while the
+    /// caller goes on: a caller that keeps the tensors must call
+    /// [`Optimizer::wait`](crate::optim::Optimizer::wait) after every optimizer step, before it reads them.
     ///
-    /// In a world, all ranks call it: rank 0 gets all variables, with copies of the others', and each other
-    /// rank gets its own.
+    /// In a world, all ranks make this call. Rank 0 gets all variables, those of other ranks as copies. Every
+    /// other rank gets its own variables.
     ///
     /// # Errors
     /// When a worker has ended.
@@ -61,7 +61,7 @@ impl Pipeline {
     /// Freezes the parameters whose names satisfy `which`: they get no gradients, and optimizers skip them.
     ///
     /// # Errors
-    /// When there are none.
+    /// When no name satisfies `which`.
     pub fn freeze(&mut self, which: impl Fn(&str) -> bool) -> Result<()> {
         self.set_trained(false, which)
     }
@@ -69,13 +69,13 @@ impl Pipeline {
     /// Unfreezes the parameters whose names satisfy `which`.
     ///
     /// # Errors
-    /// When there are none.
+    /// When no name satisfies `which`.
     pub fn unfreeze(&mut self, which: impl Fn(&str) -> bool) -> Result<()> {
         self.set_trained(true, which)
     }
 
-    /// Writes all variables to a safetensors file, atomically. In a world, all ranks call it and rank 0
-    /// writes.
+    /// Writes all variables to a safetensors file, atomically. In a world, all ranks make this call, and rank 0
+    /// writes the file.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -108,7 +108,7 @@ impl Pipeline {
         let here = owned(&workers, |variable| variable.tensor.shallow_clone());
         let here = here.map(|here| here.into_iter().flatten().map(form).collect());
         let here = self.ranks.of_workers("variables", here)?;
-        // Changes nothing on any rank if one got other values.
+        // Changes nothing on any rank if the values do not fit on one of them.
         self.ranks.all_or_none("set variables", || check(here, &values))?;
         let jobs = (0..workers.len()).map(|_| shared(&values)).collect();
         let set = || workers.each_or_error(jobs, |worker, values| worker.variables.set(&values));

@@ -208,7 +208,7 @@ impl<B: Batch> CutBatch<'_, B> {
 pub enum MicroBatches {
     /// At most this many samples each.
     Samples(usize),
-    /// This many micro-batches, or one per sample where there are fewer.
+    /// This many micro-batches, or one per sample where there are fewer samples.
     Count(usize),
     /// At most this many tokens each, padding included: for [`Sequences`](crate::batch::Sequences).
     Tokens(usize),
@@ -263,7 +263,7 @@ pub(crate) struct BatchRole {
     pub(crate) begins: bool,
     /// True if the unit is the step's number of samples, and no other mini-batch follows.
     pub(crate) last: bool,
-    /// Seed of its random numbers; without one it draws as a plain loop does.
+    /// Seed of the mini-batch's random numbers; without a seed, the mini-batch draws as a plain loop does.
     pub(crate) seed: Option<PartSeed>,
 }
 

@@ -30,8 +30,8 @@ pub(crate) trait Engine: Sized {
     /// Returns the source of a step's random numbers.
     fn seeding(&self, team: &Team) -> Seeding;
 
-    /// Prepares for a mini-batch on these devices. Returns whether a variable has changed that other ranks hold
-    /// copies of.
+    /// Prepares for a mini-batch on these devices. Returns whether a variable has changed that has copies, in this
+    /// rank or in others.
     fn begin(&mut self, _devices: &[Device]) -> Result<bool> {
         Ok(false)
     }

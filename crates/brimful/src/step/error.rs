@@ -1,9 +1,9 @@
-//! Errors of steps that cannot run, or not now.
+//! Errors of steps that cannot run, or cannot run now.
 
 use tch::Kind;
 use thiserror::Error;
 
-/// A step that cannot run, or not now.
+/// A step that cannot run, or cannot run now.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum StepError {

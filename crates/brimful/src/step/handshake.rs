@@ -70,7 +70,7 @@ pub(super) struct OwnPart {
     pub(super) seed: Option<u64>,
     pub(super) trained: Option<Trained>,
     pub(super) changed: bool,
-    /// Rank in the world. Where each rank steps alone, only the first one has the step's first sample.
+    /// Rank in the world. Where each rank steps alone, only rank 0 has the step's first sample.
     pub(super) rank: usize,
 }
 
@@ -98,20 +98,20 @@ impl OwnPart {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct StepHello {
     samples: Samples,
-    /// In words; `None` where there is no sample.
+    /// Kind in words; `None` where there is no sample.
     kind: Option<String>,
     hash: Option<String>,
     size: String,
     seed: u64,
     /// Trained parameters, where gradients go to other replicas before the step's end.
     trained: Option<Trained>,
-    /// True if a variable has changed that other ranks hold copies of.
+    /// True if a variable of this rank has changed that has copies.
     changed: bool,
 }
 
 impl StepHello {
-    /// Checks that the ranks' messages make one step. All ranks compare the same list, so all fail with the
-    /// same error, and none waits for one that has returned.
+    /// Checks that the ranks' messages belong to one step. All ranks compare the same list, so all fail with the
+    /// same error, and no rank waits for a rank that has returned.
     fn check(all: &[Self], team: &Team) -> Result<()> {
         check_alike("the micro-batch size", all.iter().map(|hello| Some(hello.size.clone())))?;
         let trained: Vec<_> = all.iter().filter_map(|hello| hello.trained.as_ref()).collect();
@@ -123,7 +123,8 @@ impl StepHello {
         Ok(())
     }
 
-    /// Returns the samples of each replica. The ranks of a replica bring the same ones, so its first rank counts.
+    /// Returns the samples of each replica. The ranks of a replica bring the same samples, so only the message of
+    /// its first rank counts.
     fn samples_of_replicas(all: &[Self], team: &Team) -> Result<Vec<Samples>> {
         let firsts = all.iter().step_by(team.ranks_of_replica());
         let samples: Vec<Samples> = firsts.map(|hello| hello.samples.clone()).collect();
@@ -143,7 +144,7 @@ pub(crate) struct Handshake {
     /// True if this rank's replica has the step's first sample.
     pub(crate) first: bool,
     seed: Option<u64>,
-    /// True if a variable has changed that has copies elsewhere.
+    /// True if a variable of any rank has changed that has copies.
     pub(crate) changed: bool,
 }
 
@@ -162,7 +163,7 @@ impl Handshake {
             return Ok(Self { samples, replica: 0, first: rank == 0, seed, changed });
         }
         let samples = match samples {
-            // An epoch's last mini-batch may not suffice for all replicas: one without a sample still takes
+            // An epoch's last mini-batch may not suffice for all replicas: a replica without a sample still takes
             // part, because the others wait for its share of the sums.
             Err(Error::Batch(BatchError::Empty)) if team.replicas > 1 => Ok(Samples::default()),
             other => other,
@@ -192,7 +193,8 @@ impl Handshake {
         self.samples.iter().map(Samples::count).sum()
     }
 
-    /// Returns the smallest size of micro-batches that every sample fits in: one sample, or the longest one's tokens.
+    /// Returns the smallest size of micro-batches that every sample fits in: one sample, or the tokens of the
+    /// longest sample.
     pub(crate) fn least(&self) -> usize {
         self.samples.iter().map(Samples::least).max().unwrap_or(1)
     }
@@ -261,7 +263,7 @@ fn described_tensor(tensor: &Tensor) -> String {
     }
 }
 
-/// Returns the bits of some values from all over a tensor, where reading them costs nothing.
+/// Returns the bits of some values, evenly spaced over a tensor; `None` for a tensor on an accelerator.
 fn sampled(tensor: &Tensor) -> Option<Vec<u64>> {
     /// Enough to distinguish mini-batches, few enough to read at every step.
     const VALUES: i64 = 64;

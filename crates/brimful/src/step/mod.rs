@@ -70,13 +70,14 @@ pub(crate) struct AttemptContext<'a> {
 /// End of a mini-batch whose attempt has succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// Commits it.
+    /// Commits the mini-batch.
     Commit,
-    /// Keeps it for [`commit`]. The report then has nothing but the outputs.
+    /// Keeps the mini-batch for [`commit`]. The report then has nothing but the outputs.
     Keep,
 }
 
-/// Runs a mini-batch at one size after the other, until an attempt fits into memory on all ranks; then ends it.
+/// Runs a mini-batch at one size after the other, until an attempt fits into memory on all ranks. Then commits or
+/// keeps the attempt.
 pub(crate) fn run<E: Engine, O>(
     engine: &mut E,
     request: StepRequest<'_>,
@@ -87,8 +88,8 @@ pub(crate) fn run<E: Engine, O>(
     let training = request.is_training();
     let team = match ending {
         Ending::Commit if request.used != Use::Map => engine.state().team.clone(),
-        // Needs no other replica. Replicas need not accumulate equally often: the commit compares and sums what
-        // they have.
+        // Needs no other replica. Replicas may accumulate different numbers of mini-batches: the commit compares
+        // and sums what they have.
         _ => engine.state().own_team(E::SPREADS_MODEL),
     };
     let (request, before) = match ending {
@@ -126,7 +127,8 @@ pub(crate) fn run<E: Engine, O>(
                     None => Cut::given(handshake.own().clone(), size),
                 };
                 let (mut cut, exchange) = match cut {
-                    // Channels of its own, so that it never reads messages that a failed attempt left in flight.
+                    // Each attempt has its own channels, so that it never reads messages that a failed attempt
+                    // left in flight.
                     Ok(cut) => (cut, team.exchange()),
                     Err(error) => break Err(error),
                 };
@@ -142,7 +144,8 @@ pub(crate) fn run<E: Engine, O>(
                 let ended = match (&mut sizes, ended) {
                     (Some(sizes), ended) => sizes.end(engine, cut, ended),
                     (None, Ok((step, _))) => Ok(Some(step)),
-                    // Once, if the engine can free memory. Over ranks all would have to agree on it.
+                    // Retries once, if the engine can free memory. With several ranks, all would have to agree on
+                    // the retry.
                     (None, Err(error))
                         if log.retries == 0
                             && team.is_alone()
@@ -198,8 +201,8 @@ pub(crate) fn run<E: Engine, O>(
     Ok(StepReport { seed, decisions: log.decisions, retries: log.retries, ..step })
 }
 
-/// Ends an attempt that has run: commits or keeps it, or reports its failure to all ranks. Returns what an automatic
-/// size learns from it, too.
+/// Ends an attempt that has run: commits or keeps it, or reports its failure to all ranks. Also returns what an
+/// automatic size learns from the attempt.
 fn ended<E: Engine, O>(
     engine: &mut E,
     ran: Result<(E::Attempt, O), Failed>,
@@ -259,7 +262,7 @@ pub(crate) fn role<E: Engine>(
 ) -> BatchRole {
     let role = BatchRole { last, ..handshake.role(replica) };
     match &engine.state().window {
-        // Later mini-batches keep the unit of the step's first one.
+        // Later mini-batches keep the unit of the window's first mini-batch.
         Some(window) => {
             BatchRole { unit: window.attempt.unit(), first: false, begins: false, ..role }
         }
@@ -306,8 +309,8 @@ fn own_part<E: Engine>(
 ) -> Result<OwnPart> {
     let seed = seed?;
     let changed = engine.begin(&request.devices)?;
-    // Compared here and not with the reports, because gradients may be in flight by then. Where nothing is
-    // summed, no names are hashed.
+    // Compared in the handshake, because gradients may be in flight when ranks report. Where nothing is summed, no
+    // names are hashed.
     let compares = request.is_training() && team.replicas > 1;
     let trained = if compares { engine.trained()? } else { None };
     let rank = engine.state().team.world.rank();

@@ -29,7 +29,7 @@ pub(crate) struct PartFigures {
     pub(crate) peak: Option<Bytes>,
     /// Micro-batches that were replayed.
     pub(crate) replayed: usize,
-    /// True if any was captured as a CUDA graph.
+    /// True if any micro-batch was captured as a CUDA graph.
     pub(crate) captured: bool,
     /// Number of BatchNorm layers that are not this library's.
     pub(crate) unmanaged_norms: usize,

@@ -98,7 +98,7 @@ impl<O> StepReport<O> {
         }
     }
 
-    /// Returns the peak memory of the device with the highest, among devices where it is counted.
+    /// Returns the highest peak memory of a device, among the devices whose memory is counted.
     #[must_use]
     pub fn peak(&self) -> Option<Bytes> {
         self.peaks.iter().flatten().max().copied()

@@ -55,7 +55,7 @@ impl<'a> AttemptSizes<'a> {
         }
     }
 
-    /// Cuts by a size that all ranks agree on. An error that keeps this rank from it becomes every rank's error.
+    /// Cuts by a size that all ranks agree on. An error of this rank becomes every rank's error.
     fn agreed<E: Engine>(&mut self, engine: &mut E) -> Result<Cut> {
         let planned = self.failed.take().map_or(Ok(()), Err).and_then(|()| {
             Ok((engine.largest_part(self.samples)?, watch(engine, &self.kind, false)?))
@@ -63,7 +63,7 @@ impl<'a> AttemptSizes<'a> {
         let (part, mut watch) = match planned {
             Ok(planned) => planned,
             Err(error) => {
-                // The other ranks wait for this rank's size. A rank with an error of its own returns that one.
+                // The other ranks wait for this rank's size. This rank returns its own error.
                 let _ = share_size(self.team, Err(error.clone()));
                 return Err(error);
             }
@@ -73,7 +73,8 @@ impl<'a> AttemptSizes<'a> {
         let own = watch.begin_whole(part, self.least);
         let size = match share_size(self.team, Ok(has_samples.then_some(own))) {
             Ok(size) => size.unwrap_or(own),
-            // Not an attempt, even if memory has run out: the rank that reported this has returned.
+            // No attempt follows, even if memory has run out, because the rank that reported the error has
+            // returned.
             Err(error) => {
                 engine.state().sizes.put(self.kind.clone(), watch.ended(&mut self.log));
                 return Err(error);
@@ -89,7 +90,7 @@ impl<'a> AttemptSizes<'a> {
         cut
     }
 
-    /// Learns from an attempt. Returns its value, or `None` for another attempt.
+    /// Learns from an attempt. Returns its value, or `None` if another attempt must follow.
     pub(super) fn end<E: Engine, T>(
         &mut self,
         engine: &mut E,
@@ -105,7 +106,7 @@ impl<'a> AttemptSizes<'a> {
         }
         let ran_out = matches!(&ended, Err(error) if error.out_of_memory().is_some());
         match learn(engine, &self.kind, watch, ended, &mut self.log) {
-            // Other ranks may be about to rerun: they get this error first.
+            // Other ranks may be about to rerun the mini-batch, so they must get this error first.
             Err(error) if ran_out && !self.in_pieces => {
                 self.failed = Some(error);
                 Ok(None)
@@ -136,7 +137,8 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
     let optimizer = engine.state().reserved.iter().copied().chain(std::iter::repeat(0));
     let reserved = captures.zip(optimizer).map(|(captures, optimizer)| captures + optimizer);
     // BatchNorm can make gradients far too large from a few samples that happen to agree, and Adam's second
-    // moments would keep them for hundreds of steps: so the first few are not trained with.
+    // moments would keep them for hundreds of steps: so the first few samples are only rehearsed, and rerun in
+    // larger micro-batches.
     let rehearses = in_pieces && kind.is_training() && sizer.is_blank();
     SizeWatch::new(sizer, memories.into_iter().zip(reserved), rehearses)
 }
@@ -144,7 +146,7 @@ fn watch<E: Engine>(engine: &mut E, kind: &Kind, in_pieces: bool) -> Result<Size
 /// Returns the cache key of remembered micro-batch sizes.
 fn identity<E: Engine>(engine: &mut E) -> Result<Identity> {
     let ends = engine.memories().into_iter().map(|memory| memory::end_of(memory.as_ref()));
-    // Summed over all devices: with more or fewer of them, parts have other lengths.
+    // Summed over all devices: with a different number of devices, each device's part has a different length.
     let memory = ends.collect::<Result<Vec<Bytes>>>()?.into_iter().map(|end| end.0).sum();
     let variables = engine.named()?;
     let trained = variables.iter().find(|(_, tensor)| tensor.requires_grad());
@@ -163,8 +165,8 @@ fn share_size(team: &Team, own: Result<Option<usize>>) -> Result<Option<usize>> 
     Ok(sizes.into_iter().flatten().min())
 }
 
-/// Learns from an attempt. Returns the value, or `None` for another attempt. The policy keeps what it has
-/// learnt even if the step fails.
+/// Learns from an attempt. Returns the attempt's value, or `None` if another attempt must follow. The policy keeps
+/// what it has learnt even if the step fails.
 fn learn<E: Engine, T>(
     engine: &mut E,
     kind: &Kind,

@@ -31,7 +31,7 @@ type Summed = (Sums, Tally, Vec<TermGroup>);
 /// Mini-batches that have run and are not committed.
 #[derive(Debug)]
 pub(crate) struct StoreAttempt {
-    /// Parameters of the sums: others may be trained by the time of the commit.
+    /// Parameters of the sums. Different parameters may be trained by the time of the commit.
     parameters: Vec<Tensor>,
     variables: Named,
     /// Flag of each trainable variable: true if it was trained.
@@ -43,7 +43,7 @@ pub(crate) struct StoreAttempt {
     /// See [`crate::loss::MicroBatchWeight::unit`].
     pub(crate) unit: f64,
     pub(crate) sizes: Vec<usize>,
-    /// Peak memory while its pieces were running.
+    /// Peak memory while the mini-batch's pieces were running.
     pub(crate) peak: Bytes,
     /// Updates of running statistics, if they were computed before the commit.
     moved: Option<Moved>,
@@ -104,8 +104,8 @@ impl StoreAttempt {
         .into())
     }
 
-    /// Detaches its sums from memory that others reuse, and pools its statistics, so that they can wait for the
-    /// window's commit. Fails if its loss has other terms than the window's.
+    /// Detaches the attempt's sums from memory that later steps reuse, and pools its statistics, so that both can
+    /// wait for the window's commit. Fails if its loss has other terms than the window's.
     pub(crate) fn detach(&mut self, window: Option<&Self>) -> Result<()> {
         window.map_or(Ok(()), |window| window.tally.check_follows(&self.tally))?;
         // Sums may lie in the memory of a CUDA graph, which the next replay overwrites.
@@ -214,8 +214,9 @@ impl StoreAttempt {
         Ok(all)
     }
 
-    /// Computes all that a commit needs but the cast of the gradients. `part` is its index among the whole's parts;
-    /// `collective` is the channel on which its sums are added to those of other ranks, if there are any.
+    /// Computes all that a commit needs, except the cast of the gradients. `part` is this attempt's index among
+    /// the parts of the `whole`; `collective` is the channel on which its sums are added to those of other ranks,
+    /// if there are any.
     pub(crate) fn sum_up(
         &mut self,
         whole: &Whole,
@@ -297,7 +298,7 @@ impl StoreAttempt {
     pub(crate) fn add(&mut self, gradients: Vec<(usize, Tensor)>) -> Result<()> {
         let mut placed: Vec<_> = self.parameters.iter().map(|_| None).collect();
         for (at, gradient) in gradients {
-            // That device need not be the one that computes.
+            // The parameter's device need not be the device that computes.
             placed[at] = Some(gradient.f_to_device(self.parameters[at].device())?);
         }
         self.total.add(placed)

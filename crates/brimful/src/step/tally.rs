@@ -10,7 +10,8 @@ use crate::loss::{Loss, LossError, MicroBatchWeight, Over, Term, Weight};
 /// Policy for non-finite losses and gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NonFinitePolicy {
-    /// Refuses a non-finite loss. It is read at the end of the step anyway, so this costs nothing.
+    /// Refuses a non-finite loss. This check costs nothing, because the loss is read at the end of the step
+    /// anyway.
     #[default]
     RefuseLoss,
     /// Refuses a non-finite loss or gradient: within a micro-batch, whose number is reported, or as the
@@ -34,7 +35,7 @@ pub(crate) struct Tally {
 #[derive(Debug)]
 struct TermTally {
     over: TermOver,
-    /// One for each micro-batch; `None` where the term had no part in it.
+    /// Value and weight by micro-batch; `None` for a micro-batch without this term.
     parts: Vec<Option<TermPart>>,
 }
 

@@ -77,7 +77,7 @@ impl UnmanagedStatistics {
         if micro_batches > 1 && !self.looked {
             self.looked = true;
             let moved = foreign().filter(|(running, before)| running != before).count();
-            // Each has a mean and a variance.
+            // Each layer has a mean and a variance.
             self.moving_layers = moved.div_ceil(2);
             warn(self.moving_layers, micro_batches);
         }

@@ -18,8 +18,8 @@ use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{HostLinkUse, Span};
 
-/// Ranks that take part in a step and make up replicas of the model. Each replica brings samples of its own;
-/// the ranks of one replica bring the same.
+/// Ranks that take part in a step and make up replicas of the model. Each replica brings samples of its own; the
+/// ranks of one replica bring the same samples.
 #[derive(Debug, Clone)]
 pub(crate) struct Team {
     pub(crate) world: World,
@@ -116,13 +116,13 @@ pub(crate) struct PartReport {
     pub(crate) counted: Counted,
     /// Groups of terms, each once.
     pub(crate) groups: Vec<TermGroup>,
-    /// Samples that count: the parts of a pipeline run the same ones, so only the first has them.
+    /// Samples that count: all parts of a pipeline run the same samples, so only the first part counts them.
     pub(crate) samples: usize,
     pub(crate) trained: Trained,
     /// For each parameter, whether there is a gradient.
     pub(crate) present: Vec<bool>,
     pub(crate) layers: Vec<ReportedLayer>,
-    /// Names of statistics that it has moved at every micro-batch.
+    /// Names of statistics that this part has moved at every micro-batch.
     pub(crate) at_once: Vec<String>,
     /// Peak memory; then a pipeline's actions with their times.
     pub(crate) peak: Option<Bytes>,
@@ -138,7 +138,7 @@ pub(crate) struct Whole {
     /// Samples of all replicas.
     pub(crate) samples: f64,
     parts: Vec<SeenPart>,
-    /// One for each part of all ranks, in order.
+    /// Peak memory of each part of all ranks, in order.
     pub(crate) peaks: Vec<Option<Bytes>>,
     pub(crate) spans: Vec<Vec<Span>>,
     pub(crate) host_links: Vec<HostLinkUse>,

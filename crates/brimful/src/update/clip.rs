@@ -10,8 +10,8 @@ use crate::Result;
 /// Keeps the divisor from zero, as in PyTorch.
 const EPS: f64 = 1e-6;
 
-/// Norm of the gradients before clipping. It is still on their device, and clipping does not wait for it, except in a
-/// pipeline.
+/// Norm of the gradients before clipping. The norm is a tensor on the gradients' device, so clipping does not wait
+/// for the device, except in a pipeline.
 #[derive(Debug)]
 pub struct GradientNorm(Tensor);
 
@@ -35,7 +35,7 @@ impl GradientNorm {
 }
 
 /// Multiplies all gradients by one factor so that their 2-norm, taken as one vector, is at most `max_norm`;
-/// smaller ones stay as they are. Returns the norm before clipping.
+/// gradients of a smaller norm stay unchanged. Returns the norm before clipping.
 ///
 /// If the norm is NaN, all gradients become NaN. If it is infinite, finite elements become 0 and infinite ones NaN.
 /// Half-precision gradients are multiplied by the factor rounded to their dtype, so their norm may exceed the

@@ -11,15 +11,15 @@ pub enum OptimError {
     BadOption {
         /// The option's name.
         option: &'static str,
-        /// Its value.
+        /// The option's value.
         value: String,
-        /// Values that it may have.
+        /// Values that the option may have.
         remedy: &'static str,
     },
     /// Tensor that no optimizer can update.
     #[error("parameter '{parameter}' cannot be optimized: {reason}")]
     BadParameter {
-        /// Its name.
+        /// The parameter's name.
         parameter: String,
         /// Reason and remedy.
         reason: String,

@@ -18,7 +18,7 @@ pub enum StateFormat {
     #[serde(rename = "bf16")]
     Bf16,
     /// One byte a number, with an f32 scale for each group of 128 consecutive numbers, and stochastic rounding. A
-    /// byte holds the square root of the number divided by the largest one of its group, or the fourth root for
+    /// byte holds the square root of the number divided by the largest number of its group, or the fourth root for
     /// averages of squares.
     #[serde(rename = "8bit")]
     EightBit,

@@ -14,7 +14,7 @@ use super::{OptimizerPart, Parameter, ParameterGroup, state};
 use crate::oom::catch_unseen;
 use crate::{Error, Result};
 
-/// Number of consecutive steps with unchanged addresses before one is captured.
+/// Number of consecutive steps with unchanged addresses before a step is captured.
 const CALM_STEPS: usize = 2;
 /// Largest number of captures: where tensors move again and again, captures cost more than they save.
 const MOST_CAPTURES: usize = 8;
@@ -50,7 +50,7 @@ impl OptimizerPart {
         let Some(captured) = &mut self.graphs.captured else { return Ok(false) };
         for ((tensor, written), group) in captured.rates.iter_mut().zip(&self.groups) {
             let rate = group.method.learning_rate();
-            // A fill is a launch, and most steps keep the rate.
+            // Written only if it has changed, because a fill is a kernel launch.
             if *written != rate {
                 let _ = tensor.f_fill_(rate)?;
                 *written = rate;
@@ -62,8 +62,8 @@ impl OptimizerPart {
         Ok(true)
     }
 
-    /// Raises the versions of the parameters, which a replay does not: autograd, and pipelines with copies
-    /// of the parameters, depend on them.
+    /// Raises the versions of the parameters. A replay does not raise them, but autograd and copies of the
+    /// parameters depend on them.
     fn count_changes(&mut self) {
         for Parameter { tensor, state, .. } in &mut self.parameters {
             if tensor.requires_grad() && tensor.grad().defined() {

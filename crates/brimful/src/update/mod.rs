@@ -5,8 +5,8 @@
 //!   EmaPart         averages of one thread's variables
 //! ```
 //!
-//! [`optim`](crate::optim) makes one optimizer of them: with one part for a store, or one for each worker of a
-//! pipeline.
+//! [`optim`](crate::optim) combines parts into an optimizer: one part for a store, or one part for each worker of
+//! a pipeline.
 
 mod adafactor;
 mod adam;
@@ -73,7 +73,7 @@ struct Parameter {
     name: String,
     tensor: Tensor,
     group: usize,
-    /// Its offloading; `None` if it stays on its device.
+    /// Offloading of the parameter; `None` if the parameter stays on its device.
     offload: Option<OffloadedParameter>,
     /// `None` until the first step, or until `make_states`.
     state: Option<ParameterState>,
@@ -158,7 +158,7 @@ impl OptimizerPart {
         let members: HashSet<&String> = members.iter().collect();
         for parameter in self.parameters.iter_mut().filter(|p| members.contains(&p.name)) {
             parameter.group = index;
-            // It was made for the old options, and no step was taken with it.
+            // The state was made for the old options, and no step has used it.
             parameter.state = None;
         }
         self.groups.push(ParameterGroup { name: name.into(), method });
@@ -257,7 +257,7 @@ fn check_parameters(named: &[(String, Tensor)]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that each is defined and has a name of its own.
+/// Checks that each tensor is defined and has a unique name.
 fn check_named(named: &[(String, Tensor)]) -> Result<()> {
     let mut names = HashSet::new();
     for (name, tensor) in named {

@@ -10,11 +10,11 @@ use crate::memory::Arena;
 /// Offloading of a parameter.
 #[derive(Debug, Clone)]
 pub(crate) struct OffloadedParameter {
-    /// Part of the step in which it is updated: the index of its stage.
+    /// Part of the step that updates the parameter: the index of its stage.
     pub(crate) part: usize,
-    /// Device that updates it.
+    /// Device that updates the parameter.
     pub(crate) device: Device,
-    /// Arena that its state is charged to.
+    /// Arena to which the parameter's state is charged.
     pub(crate) arena: Option<Arena>,
 }
 

@@ -2,9 +2,9 @@
 
 use std::f64::consts::PI;
 
-/// Learning-rate schedule that warms up over the first steps, and decays until the last one.
+/// Learning-rate schedule that warms up over the first steps, and decays until the last step.
 ///
-/// It returns a number for each step and nothing else: a loop sets it in its optimizer.
+/// The schedule only computes a number for each step: the training loop sets the number in its optimizer.
 ///
 /// ```
 /// use brimful::optim::RateCurve;
@@ -23,7 +23,7 @@ pub struct RateCurve {
     shape: CurveShape,
     /// Steps of the whole training, including the warm-up.
     steps: usize,
-    /// Share of the rate that is left at the end.
+    /// Share of the learning rate that is left at the end.
     share: f64,
 }
 
@@ -36,8 +36,8 @@ enum CurveShape {
 }
 
 impl RateCurve {
-    /// Returns a constant rate. An invalid one, such as a negative one, is refused by the optimizer's
-    /// `set_learning_rate`.
+    /// Returns a constant learning rate. The optimizer's `set_learning_rate` refuses an invalid rate, such as a
+    /// negative one.
     pub fn new(rate: f64) -> Self {
         Self { rate, warmup: 0, shape: CurveShape::Constant, steps: 0, share: 0.0 }
     }
@@ -64,10 +64,10 @@ impl RateCurve {
         Self { share, ..self }
     }
 
-    /// Returns the rate of step `step`, counted from 0.
+    /// Returns the learning rate of step `step`, counted from 0.
     pub fn at(&self, step: usize) -> f64 {
         if step < self.warmup {
-            // From above 0: a first step with a rate of 0 would be wasted.
+            // Starts above 0, because a first step with a learning rate of 0 would be wasted.
             return self.rate * ((step + 1) as f64 / (self.warmup as f64 + 1.0));
         }
         let falling = self.steps.saturating_sub(self.warmup).max(1);

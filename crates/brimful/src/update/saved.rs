@@ -132,7 +132,7 @@ fn read_method(group: &ParameterGroup, metadata: &Metadata) -> Result<Method> {
 /// Removes this parameter's tensors from `left`, and returns copies of them as a state; `None` if there are none.
 ///
 /// # Errors
-/// When only some are there, or one has a different shape or dtype.
+/// When only some of the tensors are there, or a tensor has a different shape or dtype.
 fn read_state(
     parameter: &Parameter,
     method: &Method,
@@ -163,7 +163,8 @@ fn read_state(
         }
         tensor.shallow_clone().f_copy_(saved)?;
     }
-    // Weights that are loaded too, before or after, may differ from this master: the next step compares them.
+    // The model's weights may be loaded before or after this state, and may differ from this master: the next step
+    // compares the two.
     state.version = UNKNOWN_VERSION;
     state.is_new = false;
     Ok(Some(state))

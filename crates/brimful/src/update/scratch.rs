@@ -26,7 +26,7 @@ pub(super) struct ScratchPiece<K, T> {
 }
 
 impl<K: PartialEq, T> ScratchPiece<K, T> {
-    /// Adds an item to the piece of its key, or to a new one where the scratch space is full.
+    /// Adds an item to the piece of its key, or to a new piece if that piece is full.
     pub(super) fn put(pieces: &mut Vec<Self>, key: K, item: T, needed: usize) {
         let last = pieces.iter_mut().rev().find(|piece| piece.key == key);
         match last.filter(|piece| piece.scratch + needed <= SCRATCH_ELEMENTS) {

@@ -12,7 +12,7 @@ use crate::Result;
 /// Step counter, moments and master of one parameter.
 #[derive(Debug)]
 pub(super) struct ParameterState {
-    /// Remainder of a bf16 parameter: the 16 bits by which its f32 master differs from it. Of an f16 parameter,
+    /// Remainder of a bf16 parameter: the 16 bits by which its f32 master differs from it. For an f16 parameter,
     /// the f32 master itself.
     ///
     /// If an element of a bf16 parameter is set by hand, its remainder stays: the new master still rounds to the
@@ -20,7 +20,7 @@ pub(super) struct ParameterState {
     pub(super) master: Option<Tensor>,
     /// Version of the parameter when it was last rounded from an f32 `master`.
     pub(super) version: i64,
-    /// Whether no step was taken with it yet.
+    /// Whether no step has used the state yet.
     pub(super) is_new: bool,
     /// Number of steps taken: one f32, on the parameter's device.
     pub(super) step: Option<Tensor>,
@@ -28,14 +28,15 @@ pub(super) struct ParameterState {
     pub(super) moments: Vec<Moment>,
 }
 
-/// Elements of a moment, and the scales of 8-bit ones.
+/// Elements of a moment, and the scales of 8-bit elements.
 #[derive(Debug)]
 pub(super) struct Moment {
     pub(super) elements: Tensor,
     pub(super) scales: Option<Tensor>,
 }
 
-/// Version that no parameter has: a master with it is compared with the parameter before the next update.
+/// Version that no parameter has: a master with this version is compared with the parameter before the next
+/// update.
 pub(super) const UNKNOWN_VERSION: i64 = -1;
 
 impl Moment {
@@ -70,20 +71,20 @@ impl Moment {
         }
     }
 
-    /// Returns its tensors.
+    /// Returns the moment's tensors.
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         [&self.elements].into_iter().chain(&self.scales)
     }
 
-    /// Borrows it for an update.
+    /// Borrows the moment for an update.
     pub(super) fn lend(&self) -> fused::Moment<'_> {
         fused::Moment { elements: &self.elements, scales: self.scales.as_ref() }
     }
 }
 
 impl ParameterState {
-    /// Creates a state for this parameter as it is now, with the values of `old`. The parameter may have
-    /// changed its dtype, device or strides since.
+    /// Creates a state for this parameter as it is now, with the values of `old`. The parameter may have changed
+    /// its dtype, device or strides since `old` was made.
     pub(super) fn new(tensor: &Tensor, method: &Method, old: Option<&Self>) -> Result<Self> {
         let step = match old.and_then(|old| old.step.as_ref()) {
             Some(step) => Some(step.f_to_device(tensor.device())?),

@@ -96,7 +96,7 @@ impl OptimizerPlan {
 }
 
 impl OptimizerPart {
-    /// Updates every parameter that has a gradient, or none if that fails.
+    /// Updates every parameter that has a gradient. If the preparation fails, no parameter has changed.
     pub(crate) fn step(&mut self) -> Result<()> {
         if self.step_again()? {
             return Ok(());
@@ -110,7 +110,7 @@ impl OptimizerPart {
         self.prepare_from(|parameter| Ok(parameter.tensor.f_grad()?))
     }
 
-    /// Prepares a step of these parameters only, with gradients that are not set in them.
+    /// Prepares a step of these parameters only, with these gradients in place of the parameters' own.
     pub(crate) fn prepare_with(&self, gradients: &[(String, Tensor)]) -> Result<OptimizerPlan> {
         self.prepare_from(|parameter| {
             let given = gradients.iter().find(|(name, _)| *name == parameter.name);
@@ -279,7 +279,7 @@ fn converted(item: &Item) -> Option<Kind> {
     match is_read {
         true if fits(&item.work, &item.gradient) => None,
         true => Some(gradient),
-        // A gradient in f64 keeps the digits that the update has.
+        // An f64 parameter's gradient is converted to f64, because the update computes in f64.
         false if is_double(work) => Some(work),
         false => Some(Kind::Float),
     }

@@ -1,4 +1,4 @@
-//! Balance of the layers over the stages, as it is asked for.
+//! Settings for the balance of the layers over the stages.
 
 use tch::Tensor;
 
@@ -27,22 +27,22 @@ pub(super) enum Choice {
 }
 
 impl BalanceBy {
-    /// Makes the slowest stage as fast as possible, within the devices' limits. Measures the layers on the
-    /// first device with these samples, which are a micro-batch or like one, and with parameters of the
-    /// [pipeline's dtype](crate::pipeline::Builder::kind).
+    /// Makes the slowest stage as fast as possible, within the devices' limits. Measures the layers on the first
+    /// device, with parameters of the [pipeline's dtype](crate::pipeline::Builder::kind) and with `sample`, which
+    /// has the size and the shapes of a micro-batch.
     pub fn by_time(sample: &impl Batch) -> Self {
         Choice::ByTime(leaves(sample)).into()
     }
 
-    /// Makes the stage that needs the most memory need as little as possible: parameters, their gradients,
-    /// an [optimizer](BalanceBy::optimizer)'s state, and the activations that the schedule holds. Measures
-    /// as [`BalanceBy::by_time`] does.
+    /// Minimizes the memory of the stage that needs the most: parameters, their gradients, an
+    /// [optimizer](BalanceBy::optimizer)'s state, and the activations that the schedule holds. Measures as
+    /// [`BalanceBy::by_time`] does.
     pub fn by_bytes(sample: &impl Batch) -> Self {
         Choice::ByBytes(leaves(sample)).into()
     }
 
-    /// Counts this optimizer's state when bytes are counted: with Adam, twice the parameters' own bytes,
-    /// and more in half precision.
+    /// Counts this optimizer's state as memory of the layers: with Adam, twice the parameters' own bytes, and more
+    /// in half precision.
     #[must_use]
     pub fn optimizer(self, config: impl Into<Method>) -> Self {
         Self { method: Some(config.into()), ..self }

@@ -26,7 +26,7 @@ pub struct Builder {
     pub(super) devices: Vec<DeviceSpec>,
     pub(super) balance: BalanceBy,
     pub(super) size: MicroBatches,
-    /// Unless set, 1F1B, or breadth-first with offloaded stages.
+    /// Schedule; none for the default, which is 1F1B, or breadth-first with offloaded stages.
     pub(super) schedule: Option<Schedule>,
     /// Costs for automatic schedules, from a plan.
     pub(super) recipe: Option<ScheduleRecipe>,
@@ -35,7 +35,7 @@ pub struct Builder {
     pub(super) recompute_each: Vec<Recompute>,
     pub(super) kind: Kind,
     pub(super) offload: Offload,
-    /// Micro-batch that layers are measured with to plan what is offloaded.
+    /// Micro-batch with which layers are measured, to plan which stages are offloaded.
     pub(super) sample: Option<Sample>,
     pub(super) boundaries: BoundaryLocations,
     pub(super) offloading: OffloadSettings,
@@ -74,27 +74,27 @@ impl Builder {
         }
     }
 
-    /// Sets the devices, in the order of the stages: one worker thread each. A device that no stage needs
-    /// is left out. The default is one CPU.
+    /// Sets the devices, in the order of the stages. Each device has one worker thread. A device that no stage
+    /// needs is left out. The default is one CPU.
     pub fn devices<D: Into<DeviceSpec>>(self, devices: impl IntoIterator<Item = D>) -> Self {
         Self { devices: devices.into_iter().map(Into::into).collect(), ..self }
     }
 
-    /// Builds one pipeline over the ranks of a world, or as many as there are
-    /// [replicas](Builder::replicas); the stages of rank 0's devices come first. Every rank builds the same
-    /// pipeline, names its own devices, and makes the same calls.
+    /// Builds one pipeline over the ranks of a world, or one for each [replica](Builder::replicas). The first
+    /// stages are on the devices of the pipeline's first rank. Every rank sets its own devices; all other settings
+    /// and all calls are equal on all ranks.
     ///
-    /// Every replica passes its own part of each mini-batch, or an empty one; the ranks of one replica pass
-    /// the same.
+    /// Every replica passes its own samples of each mini-batch, or none. The ranks of one replica pass the same
+    /// samples.
     pub fn world(self, world: &World) -> Self {
         Self { world: world.clone(), ..self }
     }
 
-    /// Trains so many pipelines, each with its part of every mini-batch. The default is one.
+    /// Trains this many pipelines, each on its share of every mini-batch. The default is one.
     ///
     /// In one process, each pipeline gets an equal number of the devices, in order, and every mini-batch is
-    /// divided among the pipelines. In a world, each pipeline has an equal number of ranks. A number of
-    /// micro-batches applies to each pipeline.
+    /// divided among the pipelines. In a world, each pipeline has an equal number of ranks. `MicroBatches::Count`
+    /// is the number of micro-batches of each pipeline, not of all together.
     pub fn replicas(self, replicas: usize) -> Self {
         Self { replicas, ..self }
     }
@@ -111,7 +111,7 @@ impl Builder {
         Self { remembered: Some(path.as_ref().to_owned()), ..self }
     }
 
-    /// Sets the number of layers of each stage. By default, all stages get equally many.
+    /// Sets the number of layers of each stage. By default, the layers are divided as evenly as possible.
     pub fn balance(self, balance: impl Into<BalanceBy>) -> Self {
         Self { balance: balance.into(), ..self }
     }
@@ -123,8 +123,8 @@ impl Builder {
 
     /// Sets the schedule. The default is 1F1B, or breadth-first if stages are [offloaded](Self::offload).
     ///
-    /// [`Schedule::Auto`] uses the stages' times if they are known: from a [plan](Self::plan), or from a
-    /// balance that measures layers [by time](BalanceBy::by_time). Over ranks, rank 0's times count.
+    /// [`Schedule::Auto`] uses the stages' times if they are known: from a [plan](Self::plan), or from a balance
+    /// that measures layers [by time](BalanceBy::by_time). In a world, all ranks use rank 0's times.
     pub fn schedule(self, schedule: Schedule) -> Self {
         Self { schedule: Some(schedule), ..self }
     }
@@ -183,15 +183,15 @@ impl Builder {
     /// default. Gradients are summed in f32 on the device, and rounded when the mini-batch's sum goes to the host; sums
     /// over several mini-batches are then rounded too. Sums over ranks come back in f32.
     pub fn offload_gradients(self, kind: Kind) -> Self {
-        // With none, sums keep their dtype: f32, or f64 for a model in f64.
+        // `None` keeps the dtype of the sums: f32, or f64 for a model in f64.
         let gradient_kind = (kind != Kind::Float).then_some(kind);
         let offloading = OffloadSettings { gradient_kind, ..self.offloading };
         Self { offloading, ..self }
     }
 
-    /// Updates stages in the backward, each when its gradients are complete, instead of after it: updates overlap with
-    /// the rest of the backward, and no gradients are kept that could be read or clipped. Has no effect on a pipeline
-    /// without offloaded stages.
+    /// Updates each stage in the backward, as soon as the stage's gradients are complete, instead of after the
+    /// backward. Updates then overlap with the rest of the backward. Gradients are not kept, so they can be
+    /// neither read nor clipped. Has no effect on a pipeline without offloaded stages.
     ///
     /// A step that fails after its first update cannot be rolled back: it fails with
     /// [`PartlyUpdated`](PipelineError::PartlyUpdated), and the remedy is to load the last checkpoint. A step must be
@@ -201,7 +201,7 @@ impl Builder {
     /// gradients are refused before the update of their stage. A step also refuses the user's own actions if
     /// a stage ends its backward before a later stage that shares its parameters.
     ///
-    /// [`build`](Self::build) refuses it for offloaded stages on several devices, replicas or ranks.
+    /// [`build`](Self::build) refuses this setting for offloaded stages on several devices, replicas or ranks.
     pub fn update_in_backward(self, updates_in_backward: bool) -> Self {
         let offloading = OffloadSettings { updates_in_backward, ..self.offloading };
         Self { offloading, ..self }
@@ -213,8 +213,8 @@ impl Builder {
     }
 
     /// Sets the memory format of images and convolutions: see
-    /// [`MicroBatcher::memory_format`](crate::MicroBatcher::memory_format). By default, and with offloaded stages, they
-    /// keep the user's format; in a [world](Self::world) formats are not measured.
+    /// [`MicroBatcher::memory_format`](crate::MicroBatcher::memory_format). By default, and with offloaded stages,
+    /// images and convolutions keep the user's format. In a [world](Self::world), formats are not measured.
     pub fn memory_format(self, memory_format: MemoryFormat) -> Self {
         Self { memory_format, ..self }
     }
@@ -224,7 +224,7 @@ impl Builder {
         Self { non_finite: policy, ..self }
     }
 
-    /// Refuses settings that cannot be built, whatever the devices.
+    /// Checks the settings that can be checked without a device.
     pub(super) fn check(&self) -> Result<()> {
         self.layers.check()?;
         if self.layers.is_empty() {
@@ -253,8 +253,8 @@ impl Builder {
         self.schedule.unwrap_or(Schedule::OneFOneB)
     }
 
-    /// Returns the number of micro-batches, if it does not depend on the mini-batch; otherwise one for each
-    /// stage.
+    /// Returns the number of micro-batches that is set; if the number depends on the mini-batch, the number of
+    /// stages.
     pub(super) fn usual_micro_batches(&self, devices: usize) -> usize {
         match self.size {
             MicroBatches::Count(count) => count,

@@ -1,4 +1,4 @@
-//! Builds a pipeline, after its whole description is checked.
+//! Checks the description of a pipeline, and builds the pipeline.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -39,7 +39,7 @@ impl Builder {
     /// When the layers, balance, devices, schedule and number of micro-batches do not fit together, a
     /// device does not exist, or a layer cannot be built.
     pub fn build(self) -> Result<Pipeline> {
-        // Ranks do not plan, and refuse to in the handshake.
+        // Only a single process plans. In a world, `bring` refuses `Offload::Auto`, which the handshake reports.
         let builder = if self.world.size() == 1 { self.settle_offload()? } else { self };
         // Not `?`: a rank that cannot build reports that in the handshake, where the others wait for it.
         let request = builder.bring();
@@ -56,7 +56,7 @@ impl Builder {
         let ResolvedBalance { balance, recipe } = self.resolve_balance(roster, &devices[0])?;
         let (balance, schedule, has_barriers) = self.cut_at_norms(balance)?;
         let workers = workers_for(schedule, balance.sizes().len(), roster.limits.len())?;
-        // A plan's costs may be for another schedule, if one was set after the plan.
+        // If a schedule was set after the plan, the plan's costs are for a different schedule.
         let recipe = recipe.filter(|recipe| recipe.is_of(schedule, workers));
         let team = Team { world: self.world.clone(), replicas };
         let mut ranks = Ranks::new(team.clone(), replicas_here, &roster.devices, workers)?;
@@ -67,11 +67,11 @@ impl Builder {
             return Err(PipelineError::PartsInBackward.into());
         }
         let host_fits = self.check_host(balance.sizes(), &locations, one.placement(), &ranks);
-        // Reported in the next handshake, where the other ranks wait.
+        // An error is reported in the next handshake (in `spawn`), where the other ranks wait.
         let fits = host_fits.and(self.check_lists(schedule, recipe.as_ref(), &one, &locations));
         let build = self.stage_build(&locations);
         let mut state = self.first_state(team);
-        // Unchanged unless a dtype was set: a layer may have its own.
+        // With the default dtype, layers stay unchanged, because a layer may have its own dtype.
         let layers = match self.kind {
             Kind::Float => self.layers,
             kind => self.layers.kind(kind),
@@ -80,7 +80,8 @@ impl Builder {
         let devices = used(devices, replicas_here, ranks.here().len());
         let workers = spawn(&layout, &devices, &ranks, &build, fits)?;
         ranks.tie(&workers)?;
-        // A copy's initial values come from the seed of the sharing layer: replace them by the owner's.
+        // Copies of a shared variable have initial values from the seed of the sharing layer: replace them by the
+        // owner's values.
         ranks::spread(&workers, &ranks)?;
         state.reserved = reserved(&workers, self.reserved)?;
         let format_choice = format_choice(&workers, self.memory_format, self.world.size())?;
@@ -126,8 +127,8 @@ impl Builder {
         state
     }
 
-    /// Returns the numbers of replicas in this process and over the ranks: a single process has all of them
-    /// on its own devices.
+    /// Returns the numbers of replicas in this process and over the ranks: a single process has all replicas on
+    /// its own devices.
     fn replicas_here_and_of_ranks(&self) -> (usize, usize) {
         if self.world.size() == 1 { (self.replicas, 1) } else { (1, self.replicas) }
     }
@@ -139,7 +140,7 @@ impl Builder {
         roster.resolve_balance(&Question { builder: self, first, limits, micro_batches })
     }
 
-    /// Returns device or host for each stage.
+    /// Returns the location (device or host) of each stage's weights and boundaries.
     fn resolve_locations(
         &self,
         balance: &Balance,
@@ -225,7 +226,7 @@ fn spawn(
     with_step_seed(seeded, |seed| {
         let seed = ranks.world().vote("seed", host_fits.and(seed), Duration::ZERO)?[0];
         let here = ranks.here();
-        // A CPU device with an arena gets a second one for the host, which offloaded stages are charged to.
+        // A CPU device with an arena gets a second arena for the host, to which offloaded stages are charged.
         let host_of = |device: &DeviceSpec| device.arena.as_ref().map(|_| Arena::new("host"));
         let blueprint = |(at, (device, device_lock)): (usize, (&DeviceSpec, _))| Blueprint {
             layout: Arc::clone(layout),
@@ -270,8 +271,9 @@ fn reserved(workers: &Workers<Worker>, method: Option<Method>) -> Result<Vec<u64
     })
 }
 
-/// Returns the initial memory format of these workers' models: the user's own without convolutions or with
-/// offloaded stages. Formats are measured only in a single process, because ranks would choose differently.
+/// Returns the choice of a memory format for these workers' models; none keeps the user's format. Models without
+/// convolutions or with offloaded stages keep it. Formats are measured only in a single process, because ranks
+/// would choose differently.
 fn format_choice(
     workers: &Workers<Worker>,
     memory_format: MemoryFormat,
@@ -291,7 +293,7 @@ fn format_choice(
     }
 }
 
-/// Returns each device's lock; none unless it is an accelerator that several workers share.
+/// Returns a lock for each accelerator that several workers share, and none for the other devices.
 fn device_locks(devices: &[DeviceSpec]) -> Vec<Option<Arc<Mutex<()>>>> {
     let mut locks: HashMap<String, Arc<Mutex<()>>> = HashMap::new();
     let shared = |device: &DeviceSpec| {

@@ -7,8 +7,8 @@ use crate::pipeline::error::PipelineError;
 use brimful_plan::schedule::Schedule;
 
 impl Builder {
-    /// Returns the balance with a cut before each exact BatchNorm, the breadth-first schedule, and whether
-    /// there is such a layer. Without one, balance and schedule stay.
+    /// Returns the balance with a cut before each exact BatchNorm, the breadth-first schedule, and whether there
+    /// is such a layer. Without an exact BatchNorm, balance and schedule stay unchanged.
     pub(super) fn cut_at_norms(&self, balance: Balance) -> Result<(Balance, Schedule, bool)> {
         let norms = self.layers.exact_norms()?;
         match norms.first() {

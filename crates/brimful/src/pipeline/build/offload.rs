@@ -1,4 +1,4 @@
-//! Offload of stages: on the device, or on the host.
+//! Offload settings: locations of the stages' weights and boundaries, on the device or on the host.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -33,17 +33,17 @@ pub enum Offload {
     /// One location per stage, in order.
     Each(Vec<Location>),
     /// Offloads as many stages as needed for the shortest step within the memory of devices and host. Recomputes
-    /// activations where the memory that this saves lets more stages stay on the device. Measures the layers with
+    /// activations where the saved memory lets more stages stay on the device. Measures the layers with
     /// [`Builder::sample`](super::Builder::sample), and counts the optimizer's state only if it is
     /// [reserved](super::Builder::reserve).
     ///
-    /// A model that fits stays on its devices, in the balance that was found to fit. For one that does not fit, the
-    /// plan chooses balance, schedule and boundaries, and which stages recompute their activations, in place of
-    /// [`Builder::boundaries`](super::Builder::boundaries) and [`Builder::recompute`](super::Builder::recompute). The
-    /// number of micro-batches stays.
+    /// A model that fits stays on its devices, in the balance that was found to fit. For a model that does not
+    /// fit, the plan chooses balance, schedule and boundaries, and which stages recompute their activations, in
+    /// place of [`Builder::boundaries`](super::Builder::boundaries) and
+    /// [`Builder::recompute`](super::Builder::recompute). The number of micro-batches stays.
     ///
-    /// [`Builder::balance`](super::Builder::balance) and [`Builder::schedule`](super::Builder::schedule) stay too: with
-    /// either, all stages are offloaded if the model does not fit, and otherwise none. A schedule that splits the
+    /// [`Builder::balance`](super::Builder::balance) and [`Builder::schedule`](super::Builder::schedule) stay too.
+    /// If one of them is set, all stages of a model that does not fit are offloaded. A schedule that splits the
     /// backward of more than two stages per device cannot be offloaded. With exact BatchNorms, all stages are
     /// offloaded if weights, gradients and optimizer state do not fit, and otherwise none.
     Auto {
@@ -55,7 +55,7 @@ pub enum Offload {
     },
 }
 
-/// Micro-batch that [`Offload::Auto`] measures layers with, and the mini-batch that it is a part of.
+/// Micro-batch with which [`Offload::Auto`] measures layers, its loss, and the number of samples per mini-batch.
 #[derive(Debug)]
 pub(super) struct Sample {
     pub(super) inputs: Tensor,
@@ -65,10 +65,10 @@ pub(super) struct Sample {
 }
 
 impl Offload {
-    /// Returns the setting of each of so many stages.
+    /// Returns the location of each stage, for this number of stages.
     pub(crate) fn of(&self, stages: usize) -> Result<Vec<Location>> {
         match self {
-            // An automatic setting is settled before there are stages.
+            // `settle_offload` replaces `Auto` before there are stages.
             Self::Device | Self::Auto { .. } => Ok(vec![Location::Device; stages]),
             Self::Host => Ok(vec![Location::Host; stages]),
             Self::Each(locations) if locations.len() == stages => Ok(locations.clone()),
@@ -92,7 +92,7 @@ pub(super) fn bring_together(
         .filter_map(|(user, owner)| Some((stage_of(user)?, stage_of(owner)?)))
         .filter(|(user, owner)| placement[*user] == placement[*owner])
         .collect();
-    // Owners first: one owner may have several users.
+    // Owners come first, because one owner may have several users.
     let owners = shared.iter().copied();
     let users = shared.iter().map(|&(user, owner)| (owner, user));
     for (one, other) in owners.chain(users) {
@@ -103,9 +103,9 @@ pub(super) fn bring_together(
     Ok(())
 }
 
-/// Checks that no graph outlives its weights: a graph refers to its stage's weights in the device buffer
-/// that held them. An offloaded stage's weights must not leave the buffer to others before its last
-/// backward.
+/// Checks that no autograd graph outlives the weights that it refers to. The graph of an offloaded stage refers to
+/// weights in a device buffer. Between the forward or recomputation that makes the graph and its backward, the
+/// buffer must not be released to a different stage.
 pub(crate) fn check_offloaded_graphs(
     actions: &Actions,
     locations: &[StageLocation],
@@ -178,11 +178,11 @@ impl From<&PlanRow> for Offload {
     }
 }
 
-/// Device or host for the boundaries of the stages.
+/// Locations of the stages' boundaries, on the device or on the host.
 #[derive(Debug, Clone, Default)]
 pub(super) enum BoundaryLocations {
-    /// Boundaries that a device with offloaded stages sends or receives wait on the host: the device may
-    /// have no capacity for all.
+    /// Boundaries that a device with offloaded stages sends or receives wait on the host: the device may have too
+    /// little memory for all of them.
     #[default]
     Usual,
     All(Location),
@@ -191,7 +191,7 @@ pub(super) enum BoundaryLocations {
 }
 
 impl BoundaryLocations {
-    /// Returns the setting for all stages; the default if a plan set each.
+    /// Returns this setting, but the default in place of the locations of a plan.
     pub(super) fn unless_planned(self) -> Self {
         if let Self::Each(_) = self { Self::Usual } else { self }
     }

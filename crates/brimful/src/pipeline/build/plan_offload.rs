@@ -31,13 +31,13 @@ const SPARE: f64 = 0.05;
 /// Share of the free host memory that a plan leaves to other processes.
 const HOST_SPARE: f64 = 0.1;
 
-/// Name of the measured loss, after the layers.
+/// Layer name under which the loss is measured, after the model's layers.
 const LOSS: &str = "loss of the outputs";
 
 /// Number of times that an automatic micro-batch size is halved in search of a plan that fits.
 const HALVINGS: u32 = 3;
 
-/// Outcome of a [plan](Builder::plan_offload) of what is offloaded.
+/// Outcome of a [plan](Builder::plan_offload), which chooses the offloaded stages.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum OffloadPlan {
@@ -81,10 +81,10 @@ impl fmt::Display for OffloadPlan {
 
 impl Builder {
     /// Sets the inputs and targets of a micro-batch, their loss, and the number of samples per mini-batch:
-    /// [`Offload::Auto`] measures the layers with them. It plans for the number of
-    /// [micro-batches](Self::micro_batches) that the builder has, whatever the size of this one; only if that number
-    /// is automatic, or given by tokens, for micro-batches of this size. The optimizer's state is part of the plan only
-    /// if the optimizer is [reserved](Self::reserve).
+    /// [`Offload::Auto`] measures the layers with them. The plan has the builder's number of
+    /// [micro-batches](Self::micro_batches), whatever the size of this micro-batch. If that number is automatic,
+    /// or given by tokens, the plan has micro-batches of this size instead. The optimizer's state is part of the
+    /// plan only if the optimizer is [reserved](Self::reserve).
     pub fn sample(
         self,
         (inputs, targets): (&Tensor, &Tensor),
@@ -111,7 +111,8 @@ impl Builder {
         Ok(self.resolve_offload(copies, measured)?.plan)
     }
 
-    /// Plans as [`plan_offload`](Self::plan_offload); returns the judged balance too.
+    /// Plans as [`plan_offload`](Self::plan_offload); also returns the simulated balance of a model that stays on
+    /// its devices.
     fn resolve_offload(
         &self,
         copies: usize,
@@ -162,7 +163,7 @@ impl Builder {
         planner.resolve()
     }
 
-    /// Replaces [`Offload::Auto`] by what is planned for it.
+    /// Replaces [`Offload::Auto`] by the outcome of its plan.
     pub(super) fn settle_offload(self) -> Result<Self> {
         if !matches!(self.offload, Offload::Auto { .. }) {
             return Ok(self);
@@ -170,7 +171,7 @@ impl Builder {
         let size = self.size;
         let ResolvedOffload { plan, resident } = self.resolve_offload(0, |_| {})?;
         Ok(match (plan, resident) {
-            // Another balance could need more memory than the judged one.
+            // A different balance could need more memory than the simulated one.
             (OffloadPlan::Device, Some(ResolvedBalance { balance, recipe })) => {
                 Self { recipe, ..self }.balance(balance).offload(Offload::Device)
             }
@@ -185,8 +186,8 @@ impl Builder {
         self.schedule.is_some() || !self.balance.is_even()
     }
 
-    /// Offloads everything if weights, gradients and optimizer state do not fit on the devices. Exact BatchNorms cut
-    /// stages of their own, whose waiting activations go to the host if necessary.
+    /// Offloads everything if weights, gradients and optimizer state do not fit on the devices. Activations are
+    /// not counted: with exact BatchNorms, those that wait at a barrier go to the host if necessary.
     fn by_fixed_bytes(&self, copies: usize, memory: u64) -> Result<OffloadPlan> {
         let weights = self.layers.parameter_count()? * self.kind.elt_size_in_bytes() as u64;
         let gradient = gradient_factor(self.kind);
@@ -203,7 +204,7 @@ impl Builder {
         sample: &Sample,
         measured: impl FnMut(&LayerCost),
     ) -> Result<Profile> {
-        // Uses as many threads as the worker will: with all of the caller's, layers would seem faster.
+        // Uses as many threads as the worker will: with all of the caller's threads, layers would seem faster.
         let _threads = device.threads.map(limit_threads);
         let targets = Mutex::new(sample.targets.f_to_device(device.device)?);
         let loss = sample.loss;
@@ -227,7 +228,7 @@ pub fn free_host_bytes() -> Result<u64> {
     Ok((memory::host_available()?.0 as f64 * (1.0 - HOST_SPARE)) as u64)
 }
 
-/// Returns the share of the parameters that is trained: with LoRA a small one.
+/// Returns the share of the parameters that is trained, which is small with LoRA.
 pub fn trained_share(layers: &Layers) -> Result<f64> {
     let shapes = layers.variable_shapes()?;
     let numbers = |which: fn(&str) -> bool| -> i64 {
@@ -238,7 +239,7 @@ pub fn trained_share(layers: &Layers) -> Result<f64> {
     Ok(if added == 0 { 1.0 } else { added as f64 / all as f64 })
 }
 
-/// Plan, and the balance of its resident stages if it was judged.
+/// Plan, and the simulated balance of a model that stays on its devices; none if no balance was simulated.
 struct ResolvedOffload {
     plan: OffloadPlan,
     resident: Option<ResolvedBalance>,
@@ -250,12 +251,12 @@ impl From<OffloadPlan> for ResolvedOffload {
     }
 }
 
-/// Question of a plan, with the measured layers.
+/// Inputs of a plan: the measured layers, and the memory of devices and host.
 struct OffloadPlanner<'a> {
     builder: &'a Builder,
     device: &'a DeviceSpec,
     profile: Profile,
-    /// Samples in a mini-batch, and micro-batches that it is cut into.
+    /// Number of samples of a mini-batch, and number of its micro-batches.
     batch_size: usize,
     micro_batches: usize,
     /// Bytes of each device.
@@ -296,11 +297,12 @@ impl OffloadPlanner<'_> {
                 return Ok(OffloadPlan::Planned { row, needed, memory }.into());
             }
         }
-        // If even that does not fit, the step reports the missing bytes.
+        // If the model does not fit even with all stages offloaded, the step reports the missing bytes.
         Ok(OffloadPlan::Host.into())
     }
 
-    /// Returns the step without offloaded stages: of the builder's balance, or of the best one if it has none.
+    /// Returns the planned step without offloaded stages: with the builder's balance, or with the best balance if
+    /// the builder has none.
     fn resident(&self, request: &Request<'_>) -> Result<PlanRow> {
         let Builder { balance, recompute_each, .. } = self.builder;
         if balance.is_even() {
@@ -346,7 +348,7 @@ impl OffloadPlanner<'_> {
         Request {
             trained: self.trained,
             gradient_bytes: gradient,
-            // Gradients are rounded to bf16, which a bf16 model's parameters are.
+            // The factor is 1, because gradients in bf16 are as large as the parameters, which are in bf16 too.
             sent_gradient_bytes: offloading.gradient_kind.map(|_| 1.0),
             sums_apart: sums_apart(self.device.device, *kind),
             optimizer_bytes: reserved.map_or(0.0, |method| method.state_factor_in(*kind)),

@@ -27,8 +27,7 @@ struct RosterHello {
 }
 
 impl<'a> Roster<'a> {
-    /// Checks that all ranks build the same pipeline, and counts their devices. Returns this rank's devices
-    /// too.
+    /// Checks that all ranks build the same pipeline, and counts their devices. Also returns this rank's devices.
     pub(crate) fn handshake(
         world: &'a World,
         replicas: usize,
@@ -59,8 +58,8 @@ impl<'a> Roster<'a> {
         Ok((request?.0, roster))
     }
 
-    /// Returns the balance in numbers, and the costs for automatic schedules, as rank 0 finds them:
-    /// measured times differ from rank to rank, but all must make the same lists.
+    /// Returns the balance in numbers, and the costs for automatic schedules, as rank 0 finds them. Measured times
+    /// differ between ranks, but all ranks must make the same lists of actions.
     pub(super) fn resolve_balance(&self, question: &Question<'_>) -> Result<ResolvedBalance> {
         if self.world.size() == 1 {
             return question.resolve();

@@ -101,7 +101,7 @@ impl Question<'_> {
 
     /// Measures the layers on the first device.
     fn profile(&self, sample: &Vec<Tensor>) -> Result<Profile> {
-        // Uses as many threads as the worker will: with all of the caller's, layers would seem faster.
+        // Uses as many threads as the worker will: with all of the caller's threads, layers would seem faster.
         let _threads = self.first.threads.map(limit_threads);
         let Builder { layers, kind, .. } = self.builder;
         measure_of_kind(layers, self.first.device, sample, *kind, |_| {})

@@ -77,8 +77,8 @@ impl Pipeline {
         let step = step::run(self, request, Ending::Keep, |this, context| {
             this.try_batch(arranged.batch(), target.batch(), &loss, context, mode)
         })?;
-        // The memory format changes from window to window, so the first mini-batch of each measures its
-        // speed.
+        // The memory format changes from window to window, so the first mini-batch of each window measures the
+        // speed of the window's format.
         if is_first {
             // A replica without a sample takes part too.
             self.learn_format(arranged.samples().map_or(0, |s| s.count()), start.elapsed());
@@ -235,12 +235,12 @@ pub(crate) fn inputs(
     ranges.map(leaves).collect()
 }
 
-/// Output of a model, as a closure takes it: one tensor, a list of them, an array or a tuple.
+/// Form in which a closure takes a model's output: a tensor, a `Vec` of tensors, an array or a tuple.
 pub trait ModelOutput: Sized {
     /// Converts the model's output tensors.
     ///
     /// # Errors
-    /// When their number does not fit.
+    /// When `Self` holds a different number of tensors.
     fn from_tensors(tensors: Vec<Tensor>) -> Result<Self>;
 }
 
@@ -278,8 +278,8 @@ impl ModelOutput for (Tensor, Tensor, Tensor) {
 /// Outputs of a closure, by micro-batch of each pipeline in this process.
 pub(crate) type Collected<O> = Arc<Mutex<Vec<Option<O>>>>;
 
-/// The caller's closure, of any arguments and results, shared because several attempts may need it. It
-/// returns outputs, and a loss if there is one.
+/// Caller's closure, which returns outputs, and a loss if there is one. Shared, because several attempts may need
+/// it.
 struct SharedLoss<Y, O>(Arc<Mutex<UserLoss<Y, O>>>);
 
 type UserLoss<Y, O> = dyn FnMut(Vec<Tensor>, &Y) -> Result<(Option<Loss>, O)> + Send;

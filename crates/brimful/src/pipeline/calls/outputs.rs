@@ -12,7 +12,8 @@ use crate::step::Exchange;
 use crate::world::WorldError;
 
 impl Ranks {
-    /// Returns the closure's outputs, in sample order, on this device of every rank of a pipeline of several ranks.
+    /// Returns the closure's outputs in sample order. In a pipeline of several ranks, every rank gets them on its
+    /// `device`.
     pub(crate) fn outputs<O: Batch>(
         &self,
         exchange: &Exchange,
@@ -22,7 +23,7 @@ impl Ranks {
         samples: &Samples,
     ) -> Result<O> {
         let blank = O::blank();
-        // The type alone shows that there is no tensor, so all ranks skip the exchange alike.
+        // All ranks know from the type alone that there is no tensor, so all of them skip the exchange.
         if let Some(empty) = blank.as_ref().filter(|blank| batch::leaves(*blank).is_empty()) {
             return empty.map(&mut |leaf| Ok(leaf.tensor().shallow_clone()));
         }
@@ -44,8 +45,9 @@ impl Ranks {
         })
     }
 
-    /// Returns the model outputs of all replicas, in sample order, on this device of every rank; and the
-    /// range of rows of this rank's replica. `own` has the outputs of this rank's last stage, by micro-batch.
+    /// Returns the model outputs of all replicas, in sample order and on `device`, and the range of the rows of
+    /// this rank's replica. Every rank gets all outputs. `own` has the outputs of this rank's last stage, by
+    /// micro-batch.
     pub(crate) fn model_outputs(
         &self,
         exchange: &Exchange,

@@ -9,9 +9,9 @@ use crate::{MicroBatches, Result};
 use brimful_plan::schedule::Actions;
 
 impl Pipeline {
-    /// Replaces the schedule's list of actions for steps of as many micro-batches as this list has, and cuts
-    /// mini-batches into that many. A mini-batch with fewer samples still runs by the schedule. In a world,
-    /// all ranks pass the same list.
+    /// Replaces the schedule's list of actions by this list, and cuts mini-batches into as many micro-batches as
+    /// the list has. A mini-batch with fewer samples still runs by the schedule. In a world, all ranks pass the
+    /// same list.
     ///
     /// ```
     /// # use brimful::{Layers, Pipeline};
@@ -36,7 +36,7 @@ impl Pipeline {
             return Err(PipelineError::OtherPlacement { here, given }.into());
         }
         check_offloaded_graphs(&actions, &self.locations, self.device_buffers)?;
-        // Lists are found by their number of micro-batches: with another size, this one would not run.
+        // Lists are found by their number of micro-batches: with a different size, this list would not run.
         self.set_micro_batches(MicroBatches::Count(actions.micro_batches()));
         self.actions.insert(actions.micro_batches(), Arc::new(actions));
         Ok(())

@@ -26,14 +26,14 @@ use crate::{Error, Result, oom};
 
 /// Model outputs for a whole mini-batch, in sample order and on the last stage's device.
 ///
-/// They have a graph of their own: compute a loss from them, call its `backward`, and pass them to
+/// The outputs begin a new graph: compute a loss from them, call the loss's `backward`, and pass the outputs to
 /// [`Pipeline::backward_from`]. With a model of one output, `Outputs` dereferences to that tensor.
 #[derive(Debug)]
 pub struct Outputs {
     tensors: Vec<Tensor>,
     /// Leaves of the graph, in the order in which samples run: gradients arrive here.
     run: Vec<Tensor>,
-    /// Number of the forward that made them.
+    /// Number of the forward that made the outputs.
     number: u64,
 }
 
@@ -56,8 +56,8 @@ impl Deref for Outputs {
 impl Pipeline {
     /// Runs forward in training, and keeps what [`Pipeline::backward_from`] needs.
     ///
-    /// All forwards come before the first backward, so every stage holds all micro-batches, as with GPipe;
-    /// with recomputation, it holds only their inputs. To compute outputs without training, use
+    /// All forwards come before the first backward, so every stage holds the activations of all micro-batches, as
+    /// with GPipe. With recomputation, a stage holds only its inputs. To compute outputs without training, use
     /// [`Pipeline::map`].
     ///
     /// ```
@@ -237,7 +237,7 @@ impl Pipeline {
         loss: &mut impl FnMut(&Outputs) -> Tensor,
     ) -> Result<((Counted, Vec<TermGroup>), RowGradients)> {
         let (tally, loss) = Tally::of_whole(loss(outputs))?;
-        // Before the backward, which a refused loss then skips.
+        // Read before the backward, so that a refused loss skips the backward.
         let counted = tally.read(self.state.non_finite)?;
         // Only for the outputs: another tensor would keep its gradient if the step failed later.
         let ends: Vec<&Tensor> = outputs.run.iter().collect();

@@ -13,7 +13,7 @@ pub(crate) struct DeviceBuffers {
     device: Device,
     pub(super) count: usize,
     pub(super) bytes: usize,
-    /// Allocated at the first fetch; those for state when a step with updates begins.
+    /// Buffers; for weights allocated at the first fetch, for optimizer state when a step with updates begins.
     buffers: Vec<DeviceBuffer>,
     inward: Stream,
     /// Number of fetches so far.
@@ -27,7 +27,7 @@ struct DeviceBuffer {
     holds: Option<usize>,
     /// Number of the fetch that filled it last.
     generation: u64,
-    /// Event at which the contents have arrived; none if they have.
+    /// Event at which the contents have arrived; none once the compute stream waits for the event.
     arrived: Option<Event>,
     /// Events at which work on the buffer's previous contents is done.
     left: Vec<Arc<Event>>,
@@ -118,7 +118,8 @@ impl DeviceBuffers {
         }
     }
 
-    /// Allocates so many buffers at once, unless there are any: a step whose buffers do not fit fails before it begins.
+    /// Allocates this many buffers together, unless there are buffers already. So a step whose buffers do not fit
+    /// fails before it begins.
     fn allocate(&mut self, count: usize) -> Result<()> {
         if self.buffers.is_empty() {
             let bytes = |_| Tensor::f_empty([self.bytes as i64], (Kind::Uint8, self.device));
@@ -131,7 +132,7 @@ impl DeviceBuffers {
                 left: Vec::new(),
             };
             self.buffers = made.into_iter().map(buffer).collect();
-            // The buffers come from the compute stream, which may have used their memory.
+            // The allocator may return memory that queued work of the compute stream still uses.
             let ready = Event::after(Stream::current(self.device)?)?;
             self.inward.wait(&ready)?;
         }

@@ -1,5 +1,5 @@
-//! Offloads stages to host memory: weights come to the device when they are needed, gradients go to the
-//! host when they are complete, and the optimizer's state passes by the device, which updates the weights.
+//! Offloads stages to host memory: weights come to the device when they are needed, gradients go to the host when
+//! they are complete, and the optimizer's state comes to the device for each update of the weights.
 //!
 //! ```text
 //!   host      weights ──┐            state · gradients ──┐        ┌──▶ weights · state
@@ -8,17 +8,19 @@
 //!             filled by a stream of their own    filled by a stream of their own
 //! ```
 //!
-//! After a step, an update waits until its stage's weights are fetched the next time: gradients and state come with
-//! them, and the new weights and state go back while the stage computes. With updates in the backward, only the state
-//! comes, and a stage is updated by its gradients on the device when they are complete.
+//! After a step, an update waits until its stage's weights are fetched the next time: gradients and state come
+//! with them, and the new weights and state go back while the stage computes. With updates in the backward, only
+//! the state is fetched: a stage is updated as soon as its gradients are complete, while they are still on the
+//! device.
 //!
-//! A parameter is one tensor for layers, optimizer and files, and so is each tensor of its state. Its storage is the
-//! host buffer's. While its stage is on the device, its storage is the device buffer's, and a step uses it like any
-//! other parameter. Between steps, and after one that failed, every offloaded tensor is on the host.
+//! Layers, optimizer and files use the same tensor for a parameter, and the same tensors for its optimizer state.
+//! The storage of such a tensor is in a host buffer, or in a device buffer while the device uses the tensor. So a
+//! step uses an offloaded parameter like any other. Between steps, and after a failed step, every offloaded tensor
+//! is on the host.
 //!
-//! A step begins with the stages that the last one ended with. So their copies stay in the buffers until then: the
-//! weights of the last stage, and where updates wait, the state of as many stages as there are buffers. A copy whose
-//! tensors have changed on the host since is fetched again.
+//! A step begins with the stages with which the previous step ended. So the previous step leaves copies of them in
+//! the device buffers: the weights of its last stage and, if updates wait, the optimizer state of its last stages,
+//! as many as there are buffers. A copy is fetched again if its tensors have changed on the host meanwhile.
 
 mod device_buffers;
 mod speed;
@@ -61,12 +63,12 @@ impl Default for OffloadSettings {
     }
 }
 
-/// Work of a fetched stage before its weights are released.
+/// Facts about a fetched stage's work until its weights are released.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Visit {
-    /// Completes its gradients.
+    /// Whether the work completes the stage's gradients.
     pub(crate) completes: bool,
-    /// Is among the last stages, as many as there are buffers.
+    /// Whether the stage is among the step's last stages, as many as there are buffers.
     pub(crate) ends_step: bool,
 }
 
@@ -81,13 +83,15 @@ pub(crate) struct OffloadedStages {
     states: DeviceBuffers,
     /// Stage whose parameters point to its device buffer.
     current: Option<usize>,
-    /// Stage whose weights the last step left in a device buffer, and the versions of the host's.
+    /// Stage whose weights the previous step left in a device buffer, and the versions that the weights had then.
     weights_left: Option<(usize, Versions)>,
-    /// Stages whose state the last step fetched for the next one, and the versions of the host's.
+    /// Stages whose optimizer state the previous step left in device buffers, and the versions that the state had
+    /// then.
     states_left: BTreeMap<usize, Versions>,
     /// Device-to-host staging for gradients and boundaries.
     pub(crate) outward: HostStaging,
-    /// Stream that takes updated stages to the host. Boundaries, which are wanted sooner, do not queue behind them.
+    /// Stream that copies updated stages to the host. Boundaries have a different stream, because they are needed
+    /// sooner.
     homeward: Stream,
     /// Host address of each parameter of the step under way.
     places: Vec<usize>,
@@ -104,7 +108,7 @@ pub(crate) struct OffloadedStages {
     pub(crate) in_backward: bool,
     /// Updates of the backward under way.
     updates: Option<BackwardUpdates>,
-    /// Whether updates may still be on their way to the host.
+    /// Whether copies of updated stages to the host may still be under way.
     is_homeward: bool,
 }
 
@@ -190,8 +194,8 @@ impl OffloadedStages {
         self.on_host.clear();
     }
 
-    /// Makes the optimizer's state on the host, and device buffers for it and, unless stages are updated in the
-    /// backward, for gradients. All parameters are on the host.
+    /// Makes the optimizer's state on the host, and device buffers for the state. The device buffers have space
+    /// for gradients too, unless stages are updated in the backward. All parameters must be on the host.
     pub(crate) fn reserve_updates(&mut self, optimizer: &mut OptimizerPart) -> Result<()> {
         if optimizer.parameters().next().is_none() {
             // Only the first replica's optimizer has parameters.
@@ -221,8 +225,9 @@ impl OffloadedStages {
         self.states.reserve(bytes)
     }
 
-    /// Starts to fetch a stage's weights into a device buffer while the stage before it computes. Fetches its
-    /// optimizer state too if an update waits, or if this `visit` ends with one.
+    /// Starts to fetch a stage's weights into a device buffer while the stage before it computes. Also fetches the
+    /// stage's optimizer state if an update waits, if this `visit` ends with an update, or to leave the state in a
+    /// buffer for the next step.
     pub(crate) fn fetch(
         &mut self,
         at: usize,
@@ -230,7 +235,7 @@ impl OffloadedStages {
         visit: Visit,
         clock: &mut TransferClock,
     ) -> Result<()> {
-        // The owner's waiting update changes a shared parameter, so `enter` fetches this stage after it.
+        // The owner's waiting update changes a shared parameter, so `enter` fetches this stage after that update.
         if self.owners(at).any(|owner| self.waiting.contains_key(&owner)) {
             return Ok(());
         }
@@ -238,7 +243,7 @@ impl OffloadedStages {
         let updates = self.waiting.contains_key(&at) || visit.completes && self.updates.is_some();
         let is_left = visit.completes && visit.ends_step && self.updates.is_none();
         let is_left = is_left && self.state_fits(at) && !self.states.has(at);
-        // Otherwise the update itself brings the state.
+        // If no buffer is free, the update itself fetches the state.
         if updates && (self.states_left.contains_key(&at) || self.states.can_fill_ahead()) {
             self.bring_state(at, one, clock)?;
         } else if is_left && self.states.can_fill_ahead() {
@@ -254,7 +259,7 @@ impl OffloadedStages {
         self.stages[at].as_ref().is_some_and(|stage| stage.state_bytes() <= self.states.bytes)
     }
 
-    /// Fetches a stage's weights, unless the last step left them in a buffer.
+    /// Fetches a stage's weights, unless the previous step left them in a buffer.
     fn bring(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
         if let Some((left, versions)) = self.weights_left.take() {
             let stage = self.stages[at].as_ref().filter(|_| left == at);
@@ -273,7 +278,8 @@ impl OffloadedStages {
         })
     }
 
-    /// Fetches a stage's state, unless the last step left it in a buffer, and the gradients of an update that waits.
+    /// Fetches a stage's optimizer state, unless the previous step left it in a buffer, and the gradients of a
+    /// waiting update.
     fn bring_state(&mut self, at: usize, one: Transfer, clock: &mut TransferClock) -> Result<()> {
         if !self.states_left.contains_key(&at) && !self.states.is_free() {
             self.drop_states_left()?;
@@ -300,7 +306,8 @@ impl OffloadedStages {
         })
     }
 
-    /// Frees the buffers of states that the last step left, once their copies are done: their host memory may be freed.
+    /// Frees the buffers of optimizer state that the previous step left. First waits for the copies into them,
+    /// because the caller may free the host memory from which they copy.
     fn drop_states_left(&mut self) -> Result<()> {
         if !self.states_left.is_empty() {
             self.states.synchronize()?;
@@ -309,8 +316,8 @@ impl OffloadedStages {
         left.into_keys().try_for_each(|at| self.states.release(at, None))
     }
 
-    /// Points a stage's parameters to its device buffer, makes this thread's work wait for the weights, and updates
-    /// them if an update waits. Fetches them first, as this transfer, if no buffer holds them.
+    /// Points a stage's parameters to its device buffer, makes this thread's work wait for the weights, and
+    /// updates them if an update waits. First fetches the weights, as the transfer `one`, if no buffer holds them.
     pub(crate) fn enter(
         &mut self,
         at: usize,
@@ -361,7 +368,7 @@ impl OffloadedStages {
                 optimizer.commit(&mut plan)
             });
             if stepped.is_err() {
-                // The host still has the old weights and state, so the update can be taken again.
+                // The host still has the old weights and state, so the update can be retried.
                 plan.set_gradients(on_host);
                 this.waiting.insert(at, plan);
             }
@@ -433,13 +440,15 @@ impl OffloadedStages {
         self.weights.generation(at)
     }
 
-    /// Frees a stage's device buffers, once its update has reached the host; state for the next step stays.
+    /// Frees a stage's device buffers, once its update has reached the host. Optimizer state that is left for the
+    /// next step stays in its buffer.
     pub(crate) fn release(&mut self, at: usize) -> Result<()> {
         self.point_to_host(at)?;
         self.release_weights(at)
     }
 
-    /// Ends the step with this stage, with which the next one begins: leaves its weights in their buffer.
+    /// Ends the step with this stage. Leaves its weights in their buffer, because the next step begins with this
+    /// stage.
     pub(crate) fn release_last(&mut self, at: usize) -> Result<()> {
         self.point_to_host(at)?;
         match self.stages[at].as_ref().filter(|stage| stage.is_alone() && self.weights.has(at)) {
@@ -449,7 +458,8 @@ impl OffloadedStages {
         Ok(())
     }
 
-    /// Points a stage's parameters back to the host, and frees the buffer of its state unless it is for the next step.
+    /// Points a stage's parameters back to the host, and frees the buffer of its state, unless the state is left
+    /// for the next step.
     fn point_to_host(&mut self, at: usize) -> Result<()> {
         let (Some(stage), Some(buffer)) = (&self.stages[at], self.weights.of(at)) else {
             return Ok(());
@@ -601,7 +611,7 @@ impl OffloadedStages {
         }
     }
 
-    /// Updates a stage by its gradients on the device, each in parts that are added up.
+    /// Updates a stage by its gradients on the device. Each gradient is the sum of its parts.
     fn update_in_backward(
         &mut self,
         at: usize,
@@ -621,8 +631,8 @@ impl OffloadedStages {
         })
     }
 
-    /// Starts to copy a stage's summed gradients to the host. Frees those of the stage before it: the
-    /// device holds the gradients of two stages at most.
+    /// Starts to copy a stage's summed gradients to the host. Frees the device memory of the gradients that were
+    /// sent before: the device holds the gradients of two stages at most.
     fn send_gradients(
         &mut self,
         at: usize,
@@ -658,7 +668,7 @@ impl OffloadedStages {
         if let Some((_, arrived)) = self.in_flight.take() {
             arrived.synchronize()?;
         }
-        // The first stages' first: a tied parameter's gradients are then added up at its owner.
+        // The first stages come first, so that a tied parameter's gradients are added up at its owner.
         self.on_host.drain(..).rev().try_for_each(|on_host| accumulator.add_offloaded(on_host))
     }
 
@@ -675,7 +685,8 @@ impl OffloadedStages {
         Some(OffloadedParameter { part, device, arena })
     }
 
-    /// Points every parameter back to the host and frees the device buffers, but for what a step left to the next.
+    /// Points every parameter back to the host and frees the device buffers, except those that are left for the
+    /// next step.
     pub(crate) fn end_step(&mut self) -> Result<()> {
         let left = self.weights_left.as_ref().map(|(at, _)| *at);
         let held = self.weights.held().into_iter().filter(|at| Some(*at) != left);

@@ -18,7 +18,7 @@ const RUNS: usize = 3;
 /// Measures the bandwidth between the device and host memory, in bytes a second, within a fraction of a second.
 ///
 /// # Errors
-/// When the device is not here, or memory runs out on it or on the host.
+/// When the device does not exist, or memory runs out on it or on the host.
 pub fn measure_host_link(device: Device) -> Result<HostLinkCost> {
     let buffer = || Tensor::f_empty([MOVED], (Kind::Uint8, device));
     let (incoming, outgoing) = (buffer()?, buffer()?);

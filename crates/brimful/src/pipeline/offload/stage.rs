@@ -18,7 +18,7 @@ use crate::update::OptimizerPart;
 /// Alignment of variables in bytes, which is also that of an accelerator's allocator.
 const ALIGNMENT: usize = 256;
 
-/// Tensor with a place in a host buffer, and one in the device buffer that the host buffer is copied to.
+/// Tensor with a place in a host buffer, and a place in the device buffer to which the host buffer is copied.
 #[derive(Debug)]
 struct Placed {
     /// Tensor that layers, optimizers and files use; on the host its storage is `on_host`.
@@ -44,7 +44,7 @@ struct HostState {
     tensors: Vec<Placed>,
 }
 
-/// Appends so many numbers to a buffer that ends at this byte, and returns their offset.
+/// Appends space for this many numbers to a buffer that ends at byte `end`, and returns the offset of the space.
 fn after(end: &mut usize, numbers: usize, kind: Kind) -> usize {
     let place = *end;
     *end += aligned_bytes(numbers, kind);
@@ -189,7 +189,8 @@ impl OffloadedStage {
         self.guests().filter(|guest| guest.is_trained()).map(|guest| guest.name.as_str())
     }
 
-    /// Returns whether all variables are its own and trained, so that an update leaves the device the host's weights.
+    /// Returns whether the stage owns and trains all of its variables. Only then is the device buffer equal to the
+    /// host's weights after every update.
     pub(crate) fn is_alone(&self) -> bool {
         self.guests().next().is_none() && self.own().all(OffloadedVariable::is_trained)
     }
@@ -257,7 +258,7 @@ impl OffloadedStage {
         let buffer = memory.host_buffer(bytes)?;
         let mut state = HostState { buffer, end: 0, tensors: Vec::new() };
         let made = optimizer.make_states(Some(part), |tensor| state.place(tensor));
-        // Even after a failure: some tensors are there already.
+        // Kept even after a failure, because some tensors are in the buffer already.
         self.state = Some(state);
         host::give_freed_back();
         made
@@ -300,7 +301,7 @@ impl OffloadedStage {
         Ok(state.end as u64)
     }
 
-    /// Queues copies of these gradients into the device buffer, behind the state, on this thread's stream.
+    /// Queues copies of these gradients into the device buffer, after the state, on this thread's stream.
     pub(crate) fn copy_gradients_to(&self, buffer: &Tensor, gradients: &[Tensor]) -> Result<u64> {
         for (there, gradient) in self.gradients_in(buffer, gradients)?.iter().zip(gradients) {
             transfer::copy(there, gradient)?;
@@ -308,7 +309,7 @@ impl OffloadedStage {
         Ok(gradients.iter().map(tensor_bytes).sum())
     }
 
-    /// Returns the places of these gradients behind the state in the device buffer.
+    /// Returns the places of these gradients in the device buffer, after the state.
     pub(crate) fn gradients_in(
         &self,
         buffer: &Tensor,
@@ -331,7 +332,7 @@ impl OffloadedStage {
         Ok(state.end as u64)
     }
 
-    /// Points the optimizer's state to the device buffer; without one, to the host.
+    /// Points the optimizer's state to the device buffer; without a buffer, to the host.
     pub(crate) fn point_state_to(&self, buffer: Option<&Tensor>) -> Result<()> {
         let mut tensors = self.state.iter().flat_map(|state| &state.tensors);
         tensors.try_for_each(|placed| match buffer {
@@ -416,7 +417,7 @@ impl OffloadedVariable {
         self.placed.tensor.requires_grad()
     }
 
-    /// Returns its host address.
+    /// Returns the variable's host address.
     fn place(&self) -> usize {
         self.placed.on_host.data_ptr() as usize
     }
@@ -474,7 +475,7 @@ impl HostMemory {
         if self.device != Device::Cpu
             && let Err(refusal) = buffer.pin(self.device)
         {
-            // Works unpinned too; a warning, because copies then take about nine times as long.
+            // Only a warning: copies work without pinned memory too, but take about nine times as long.
             tracing::warn!(
                 bytes,
                 "the system locks no more pages, so copies between host and device will be slow \

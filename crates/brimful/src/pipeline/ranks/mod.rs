@@ -1,4 +1,4 @@
-//! Maps the pipeline to the ranks of the world, and runs what ranks do together.
+//! Maps the pipeline to the ranks of the world, and runs the calls that all ranks make together.
 
 mod ties;
 
@@ -113,9 +113,9 @@ impl Ranks {
         (self.team.replicas > 1).then(|| RankSum::of(collective.clone(), peers(), base))
     }
 
-    /// Gathers the values of the first pipeline's workers, in order, on all ranks. If a rank fails, all ranks
-    /// get its error. Values of other pipelines may differ in their last bits, so models that each used their
-    /// own would drift apart.
+    /// Gathers the values of the first pipeline's workers, in order, on all ranks. If a rank fails, all ranks get
+    /// its error. Values of other pipelines may differ in their last bits, so if each pipeline used its own
+    /// values, the pipelines' models would drift apart.
     pub(crate) fn of_workers<T>(&self, what: &str, here: Result<Vec<T>>) -> Result<Vec<T>>
     where
         T: Serialize + for<'a> Deserialize<'a>,
@@ -124,8 +124,8 @@ impl Ranks {
         Ok(all.into_iter().take(self.team.ranks_of_replica()).flatten().collect())
     }
 
-    /// Gathers all ranks' tensors, given by worker, on rank 0, in the order of their names. Replicas other
-    /// than the first return their own, which are equal. If a rank fails, all ranks get its error.
+    /// Gathers all ranks' tensors, given by worker, on rank 0, in the order of their names. Replicas other than
+    /// the first return their own tensors, which are equal. If a rank fails, all ranks get its error.
     pub(crate) fn gather(
         &self,
         here: Result<Vec<Vec<(String, Tensor)>>>,
@@ -151,8 +151,8 @@ impl Ranks {
         self.all_or_none(what, || if is_first { f() } else { Ok(()) })
     }
 
-    /// Runs this rank's part, and returns its result if all ranks succeed; otherwise all get the first
-    /// error.
+    /// Runs `f`, this rank's part of a joint call, and returns its result if all ranks succeed. Otherwise, all
+    /// ranks get the first error.
     pub(crate) fn all_or_none<T>(&self, what: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut own = None;
         self.together(what, |_| {
@@ -162,7 +162,7 @@ impl Ranks {
         Ok(own.expect("all ranks went well, this one too"))
     }
 
-    /// Returns the chosen names of each worker of this rank; `names` has those of all workers. If a rank
+    /// Returns the chosen names of each worker of this rank; `names` has the names of all workers. If a rank
     /// chooses none, all ranks fail; `none` makes the error from the number of names and the first one.
     pub(crate) fn chosen(
         &self,
@@ -177,7 +177,7 @@ impl Ranks {
             };
             let mut chosen: Vec<_> = names.iter().map(of_worker).collect();
             if chosen.iter().all(Vec::is_empty) {
-                // Each once: copies in other stages and replicas have their owner's name.
+                // Counts each name once, because copies in other stages and replicas have their owner's name.
                 let all: BTreeSet<&String> = names.iter().flatten().collect();
                 let first = all.first().map(|name| (*name).clone()).unwrap_or_default();
                 return Err(none(all.len(), first));

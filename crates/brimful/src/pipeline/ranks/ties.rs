@@ -93,7 +93,7 @@ pub(crate) fn gather(
     Ok(arriving)
 }
 
-/// Returns whether an owner of this rank changed since its copies last followed it.
+/// Returns whether a variable that this rank owns has changed since its copies were last updated.
 pub(crate) fn have_changed(workers: &Workers<Worker>) -> Result<bool> {
     let changed = workers.all(|worker| {
         worker.offload_all()?;
@@ -102,12 +102,12 @@ pub(crate) fn have_changed(workers: &Workers<Worker>) -> Result<bool> {
     Ok(changed.contains(&true))
 }
 
-/// Copies the owners' current values to all copies, in other ranks too: all ranks call it.
+/// Copies the owners' current values to all copies, in other ranks too. All ranks must make this call together.
 pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
     if !ranks.has_ties {
         return Ok(());
     }
-    // Everything that may fail is inside: the others wait for this rank's vote.
+    // Everything that may fail is inside the closure, because the other ranks wait for this rank's vote.
     ranks.together("shared variables", |collective| {
         let changed: Vec<Vec<(String, Tensor)>> = workers.all(|worker| {
             worker.offload_all()?;
@@ -117,7 +117,7 @@ pub(crate) fn spread(workers: &Workers<Worker>, ranks: &Ranks) -> Result<()> {
         all.extend(from_others(ranks, collective, &all)?);
         follow(workers, &all)
     })?;
-    // Only when all have followed: after a failure, the next step finds the same changes again.
+    // Marked only when all copies are updated, so that after a failure the next step finds the changes again.
     let noted = workers.all(|worker| {
         worker.variables.followed();
         Ok(())

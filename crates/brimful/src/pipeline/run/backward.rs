@@ -59,8 +59,8 @@ impl WorkerRun {
         let i = action.micro_batch.index();
         let is_whole = action.kind.releases();
         let (roots, input) = self.start(site, at, i)?;
-        // The graph is freed in there, before this stage may wait for its neighbour: a waiting stage keeps
-        // no activations.
+        // These calls free the graph, except for what dW needs, before this stage may wait for its neighbour. So a
+        // waiting stage keeps no activations of a whole backward.
         let mut gradients = match is_whole {
             true => self.run_whole(at, roots, input)?,
             false => self.run_input_gradients(site, at, i, roots, input)?,

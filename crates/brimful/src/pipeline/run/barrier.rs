@@ -29,11 +29,11 @@ struct Barrier {
     /// Number of micro-batches whose backward is done, and the sums of their shares, by group of terms.
     returned: usize,
     sums: Vec<PairSum>,
-    /// Missing part of the gradients, by group, once all shares are there.
+    /// Missing part of the previous stage's gradients, by group of loss terms, once all shares have arrived.
     missing: Vec<Option<[Tensor; 2]>>,
 }
 
-/// Barriers before each of a worker's stages, where it has one.
+/// Barrier before each of a worker's stages; none before a stage that does not begin with an exact BatchNorm.
 #[derive(Debug)]
 pub(super) struct Barriers(Vec<Option<Barrier>>);
 
@@ -45,7 +45,7 @@ impl Barriers {
         Self(stages.iter().map(barrier).collect())
     }
 
-    /// Counts the output for the next stage, if that begins with an exact BatchNorm.
+    /// Counts the output for the next stage, if the next stage begins with an exact BatchNorm.
     pub(super) fn count_in(&mut self, at: usize, output: &Boundary) -> Result<()> {
         let next = self.0.get_mut(at + 1).and_then(Option::as_mut);
         let (Some(barrier), Some(x)) = (next, output.values.first()) else { return Ok(()) };
@@ -96,7 +96,7 @@ impl Barriers {
         barrier.complete(site, at, accumulator)
     }
 
-    /// Completes the gradients of a stage's output with the sums of the barrier after it.
+    /// Completes the gradients of a stage's output with the sums of the barrier after the stage.
     pub(super) fn completed(
         &self,
         at: usize,

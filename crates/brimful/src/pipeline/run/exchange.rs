@@ -12,7 +12,7 @@ use crate::pipeline::transfers::{StageTransfer, Tensors, TransferClock};
 use brimful_plan::schedule::{Action, MicroBatchId, StageId, Transfer, TransferKind};
 
 impl WorkerRun {
-    /// Receives the stage's input, with its copy on the host if it waited there.
+    /// Receives the stage's input, with the copy on the host if the input waited there.
     pub(crate) fn receive(
         &mut self,
         site: &mut Site,
@@ -53,7 +53,7 @@ impl WorkerRun {
                 let input = HeldInput::Here(self.bring_back(site, at, i, &transfers)?);
                 self.kept[at][i] = Some(HeldMicroBatch { input, output, generation });
             }
-            // The mini-batch itself, which never left.
+            // The input has not left the device.
             here => self.kept[at][i] = here,
         }
         Ok(())
@@ -124,12 +124,12 @@ impl WorkerRun {
         let mut transfers = Vec::new();
         let targets = site.stages[at].targets();
         for ((values, ends), targets) in output.skips.iter().zip(&ports.skips_out).zip(targets) {
-            // Each target gets its own leaf: gradients accumulate in it, on the target's thread.
+            // Each target gets its own leaf, in which gradients accumulate on the target's thread.
             for ((outlet, _), to) in ends.iter().zip(targets) {
                 transfers.push((outlet, pack(values, outlet, StageId::at(*to))?));
             }
         }
-        // After the skips, which never wait for a channel: they travel while this waits.
+        // The values come last. Skips never wait for a channel, so they travel while the values wait.
         if let Some(outlet) = &ports.values_out {
             let next = StageId(action.stage.0 + 1);
             transfers.push((outlet, pack(&output.values, outlet, next)?));
@@ -203,9 +203,9 @@ impl WorkerRun {
     }
 }
 
-/// Copies tensors to host staging if they wait there, as this transfer; otherwise records an event for
-/// another worker. Tensors wait on the host because all micro-batches may pass a stage before the next stage
-/// takes the first output.
+/// Prepares a transfer for its channel. Copies the tensors to host staging if they wait there, as the transfer
+/// `one`; otherwise records an event if a different worker receives them. Tensors wait on the host because all
+/// micro-batches may pass a stage before the next stage takes the first output.
 fn finish_transfer(
     site: &Site,
     transfer: StageTransfer,
@@ -216,7 +216,7 @@ fn finish_transfer(
     match (outlet, site.host_staging_of(one.stage)) {
         (StageOutlet::Far(_), _) => Ok(transfer),
         (_, Some(host)) => site.leave(transfer, host, one, clock),
-        // One stream keeps the order, and each event would cost as much as a launch.
+        // Needs no event, because one stream keeps the order. An event would cost as much as a kernel launch.
         (StageOutlet::Own(_), None) => Ok(transfer),
         (StageOutlet::Near(_), None) => transfer.with_event(site.device),
     }

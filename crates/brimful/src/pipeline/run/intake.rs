@@ -1,4 +1,4 @@
-//! Brings the model's inputs to the first stage, one ahead of its use.
+//! Brings the model's inputs to the first stage: copies one input while the previous one is in use.
 //!
 //! For an accelerator a separate thread copies them: copying them to pinned memory takes the host longer
 //! than launching a layer.
@@ -15,16 +15,17 @@ use crate::{Error, Result};
 /// Inputs of a step, in the order in which the first stage takes them.
 #[derive(Debug)]
 pub(crate) enum Intake {
-    /// Copied when taken, by micro-batch. The work that computes them may still be queued on their device.
+    /// Inputs by micro-batch, copied when they are taken. The work that computes them may still be queued on their
+    /// device.
     Here(Vec<Vec<Tensor>>, StreamFence),
-    /// Parts of the mini-batch's own memory, by micro-batch, and whether one was lent already.
+    /// Parts of the mini-batch's own memory, by micro-batch, and whether one of them was lent already.
     Lent(Vec<Vec<Tensor>>, bool),
     Fed(Receiver<Result<Vec<Arriving>>>),
 }
 
 impl Intake {
-    /// Starts to bring the inputs, in this order of micro-batches, after all work that this thread's
-    /// streams have queued: the caller computes the inputs there.
+    /// Starts to bring the inputs, in this order of micro-batches, after all work that is queued on this thread's
+    /// streams, because that work may compute the inputs.
     pub(crate) fn new(
         mut inputs: Vec<Vec<Tensor>>,
         order: impl Iterator<Item = usize>,

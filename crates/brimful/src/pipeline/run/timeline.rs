@@ -1,5 +1,5 @@
-//! Times each action, by the clock on a CPU and by events on an accelerator, and records what its arena
-//! held.
+//! Times each action, by the clock on a CPU and by events on an accelerator, and records the bytes in use in the
+//! worker's arena.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use brimful_plan::schedule::{Action, HostLinkUse, Span};
 #[derive(Debug)]
 pub(crate) struct ActionClock {
     device: Device,
-    /// The worker's arena; none on an accelerator, whose figures cost time to read.
+    /// The worker's arena; none on an accelerator, whose memory figures cost time to read.
     arena: Option<Arena>,
     /// The step's start; an event on an accelerator's stream.
     origin: TimedEvent,
@@ -23,7 +23,7 @@ pub(crate) struct ActionClock {
     spans: Vec<(Action, MemoryEvent, MemoryEvent)>,
 }
 
-/// Time, and the bytes in use then.
+/// Time of an event, and the bytes in use at that time.
 #[derive(Debug)]
 struct MemoryEvent {
     at: TimedEvent,

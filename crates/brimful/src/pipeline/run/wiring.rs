@@ -1,5 +1,5 @@
-//! Makes the channels of one step. Each step has new ones, so that a worker that drops its ends wakes every
-//! worker that waits for it.
+//! Makes the channels of one step. Each step has new channels, so that a worker that drops its ends wakes every
+//! worker that waits for them.
 //!
 //! ```text
 //!   stage j ── values ──▶ stage j + 1      as many places as the schedule needs
@@ -120,7 +120,7 @@ pub(crate) fn wire(
     Ok(ports)
 }
 
-/// Makes channels between workers; all ranks number them alike.
+/// Makes channels between workers. All ranks give a channel the same number.
 struct Wiring<'a, M> {
     ranks: &'a Ranks,
     collective: &'a Collective,

@@ -35,7 +35,7 @@ pub(crate) struct WorkerRun {
     pub(super) next: usize,
     /// Micro-batches between forward and backward, by stage and micro-batch.
     pub(super) kept: Vec<Vec<Option<HeldMicroBatch>>>,
-    /// Inputs and output gradients that arrived before the action that needs them, indexed likewise.
+    /// Inputs and output gradients that arrived before the action that needs them, indexed like `kept`.
     pub(super) arrived: Vec<Vec<Option<Entered>>>,
     pub(super) gradients: Vec<Vec<Option<Vec<Tensors>>>>,
     /// Number of times that a stage's input must still come back from the host.
@@ -140,7 +140,7 @@ impl WorkerRun {
             site.layer.set(None);
             let done = oom::catch(|| {
                 self.start_transfers(site)?;
-                // Before the action runs: a backward searches the list for others after it.
+                // Advanced before the action runs, because a backward searches the list for later backwards.
                 self.next += 1;
                 let _graphs = GradMode::set(self.job.mode.trains());
                 self.perform(site, action)
@@ -195,7 +195,7 @@ impl WorkerRun {
             self.transfers.pop_front();
             let at = |stage| site.place_of(stage).expect("moves are of the worker's own stages");
             match (one.kind, one.micro_batch) {
-                // The action that computed it has started this transfer.
+                // The action that computed the tensors has started this transfer.
                 (TransferKind::BoundaryOut | TransferKind::GradientOut, _) => {}
                 (TransferKind::BoundaryIn, Some(i)) => {
                     let place = at(one.stage);
@@ -235,7 +235,8 @@ impl WorkerRun {
                 let of_weights = |one: &Transfer| {
                     matches!(one.kind, TransferKind::Fetch | TransferKind::Release)
                 };
-                // Without an optimizer of ours, others update the weights on the host, unseen.
+                // Without an optimizer of this library, the user's code may update the weights on the host
+                // unnoticed, so no copy is left on the device.
                 let is_last = !self.transfers.iter().any(of_weights) && site.optimizer.is_some();
                 match is_last && self.accumulator.is_some() {
                     true => offloaded.release_last(at)?,
@@ -294,8 +295,8 @@ impl WorkerRun {
             None
         } else {
             let output = self.run_for_now(site, at, i, &input)?;
-            // This forward has no graph, so `requires_grad` says nothing; the recomputation's output will
-            // have one.
+            // This forward has no graph, so `requires_grad` says nothing; the recomputation's output will have a
+            // graph.
             let traced = input.all().any(Tensor::requires_grad) || site.trains;
             let traced = |value: &Tensor| traced && value.is_floating_point();
             self.hand_on(site, at, action, output, traced)?;
@@ -363,7 +364,7 @@ impl WorkerRun {
         }
         let held = match kept.input {
             HeldInput::Here(input) => input,
-            // The activation cache moved it to the host, outside the planned transfers.
+            // The activation cache moved the input to the host, outside the planned transfers.
             HeldInput::Host(transfers) => self.bring_back(site, at, i, &transfers)?,
         };
         self.timeline.begin()?;
@@ -383,7 +384,7 @@ impl WorkerRun {
         self.timeline.end(action)
     }
 
-    /// Adds the normalising statistics to a stage's input, where a barrier holds it.
+    /// Adds the normalising statistics to a stage's input, if there is a barrier before the stage.
     fn held(&mut self, site: &Site, at: usize, input: Boundary) -> Result<Boundary> {
         match &mut self.barriers {
             Some(barriers) => barriers.hold(site, at, input),
@@ -441,7 +442,7 @@ fn refuse_non_finite(
     offloaded: &OffloadedStages,
     policy: NonFinitePolicy,
 ) -> Result<()> {
-    // Losses only once, because every read waits for the device.
+    // Reads the losses only once, because every read waits for the device.
     if offloaded.updated_stages() == 0 && policy != NonFinitePolicy::Allow {
         tally.read(policy)?;
     }

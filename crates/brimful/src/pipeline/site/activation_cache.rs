@@ -2,15 +2,15 @@
 //! host.
 //!
 //! At a barrier every micro-batch passes a stage before the first one passes the next stage, so waiting
-//! activations grow with the mini-batch. The first step of a size keeps nothing on the device; its peak
-//! shows what the computation itself needs. Later steps keep that much free and cache activations in the
-//! rest. Inputs of the very next stage come first, because they would cross the host link and come straight
-//! back; tensors that a backward needs much later cross it once each way.
+//! activations grow with the mini-batch. The first step with a new micro-batch size keeps no activations on the
+//! device; its peak shows what the computation itself needs. Later steps keep that much free and cache activations
+//! in the rest. Inputs of the next stage have priority, because on the host they would have to come straight back.
+//! Tensors that a backward needs come second, because they are needed much later.
 //!
-//! A transfer to the host holds its memory until it is done, so compute waits for it: a full device would
-//! otherwise have to search for free memory. If memory still runs out, because an allocator cannot join its
-//! free blocks, a step of a given size is retried with all activations offloaded, and later steps keep more
-//! memory free.
+//! A tensor's device memory stays in use until its copy to the host is done, so computation waits for the copy.
+//! Otherwise, the allocator of a full device would have to search for free memory. If memory still runs out,
+//! because an allocator cannot join its free blocks, a step of a given size is retried with all activations
+//! offloaded, and later steps keep more memory free.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -103,9 +103,9 @@ struct WorkNeed {
 struct CachedStep {
     trains: bool,
     extent: StepExtent,
-    /// Bytes in use at its start.
+    /// Bytes in use at the step's start.
     start: u64,
-    /// Bytes that its computation needs, if known.
+    /// Bytes that the step's computation needs, if known.
     work: Option<u64>,
     /// Upper bound on the bytes that all micro-batches bring to one stage.
     frontier: u64,
@@ -138,14 +138,14 @@ impl ActivationCache {
 
     /// Begins a step.
     pub(crate) fn begin(&mut self, trains: bool, extent: StepExtent) -> Result<()> {
-        // A step that did not finish may have lacked the memory that was cached here.
+        // A step that did not finish may have run out of memory because of the cached activations.
         if self.step.take().is_some() {
             (self.known, self.fitted) = (None, None);
         }
         let known = self.known.filter(|known| extent.largest_micro_batch <= known.samples);
         let usage = self.memory.usage()?;
-        // The space stays fixed for the whole step if memory has no limit, if a step as large fitted, or if
-        // nothing is known yet.
+        // The space stays fixed for the whole step if memory has no limit, if a step of at least this size has
+        // fitted, or if nothing is known yet.
         self.space = match (usage.limit, self.fitted) {
             (None, _) => Space::ForAll,
             (_, Some(fitted)) if extent.is_within(fitted) => Space::ForAll,
@@ -166,8 +166,8 @@ impl ActivationCache {
         Ok(())
     }
 
-    /// Reserves more memory after a step that ran out of it, if the device had cached activations; returns
-    /// whether it had, so that a retry without them may succeed.
+    /// Keeps more memory free after a step that ran out of memory, if the device had cached activations. Returns
+    /// whether it had cached any: then a retry may succeed.
     pub(crate) fn free_memory(&mut self) -> bool {
         let used_free_memory = self.step.as_ref().is_some_and(|step| step.uses_free_memory);
         if used_free_memory {
@@ -183,8 +183,8 @@ impl ActivationCache {
         }
     }
 
-    /// Measures the free bytes for the next action; waits for transfers in flight if they are too few for
-    /// the next stage's inputs.
+    /// Measures the free bytes for the next action; waits for transfers in flight if the free bytes are too few
+    /// for the next stage's inputs.
     pub(crate) fn look(
         &mut self,
         in_flight: &mut InFlight,
@@ -197,7 +197,7 @@ impl ActivationCache {
         let usage = self.memory.usage()?;
         let [available, limit] =
             [usage.available, usage.limit].map(|b| b.map_or(u64::MAX, |b| b.0));
-        // An eighth more, because micro-batches differ, and a share for fragmentation.
+        // Adds an eighth, because micro-batches differ, and a share for fragmentation.
         let left_free = work + work / 8 + limit / ALL_APART * self.apart;
         // If the device could never hold all micro-batches, free bytes for the computation are enough.
         let all = left_free.saturating_add(step.frontier);

@@ -63,7 +63,7 @@ impl Blueprint {
         let mut offloaded: Vec<Option<OffloadedStage>> = Vec::new();
         let memory = HostMemory { arena: self.build.host.clone(), device: self.device.device };
         for (id, plan) in layout.of_worker(*number) {
-            // Held for a whole stage: another worker of this accelerator would draw in between.
+            // Held for a whole stage, because a different worker of this accelerator could draw in between.
             let _alone = device_lock.as_ref().map(taken);
             // Each layer has its own seed, so that initial values do not depend on the balance.
             let built =

@@ -54,11 +54,11 @@ pub(crate) struct Site {
     /// Offloaded stages of this worker; none if all stay on the device.
     pub(crate) offloaded: Option<OffloadedStages>,
     pub(crate) optimizer: Option<OptimizerPart>,
-    /// Cache of activations that wait at a barrier; none if the device's memory is not counted, or if
-    /// stages are offloaded: their boundaries wait where the user has set.
+    /// Cache of activations that wait at a barrier; none if the device's memory is not counted, or if stages are
+    /// offloaded, because boundaries of offloaded stages wait where the user has set.
     pub(crate) cache: Option<ActivationCache>,
-    /// Device or host for each stage's weights and boundaries; and host staging for activations, none if
-    /// none can wait on the host.
+    /// Device or host for each stage's weights and boundaries; and host staging for activations, none if no
+    /// activation can wait on the host.
     stage_locations: Vec<StageLocation>,
     host_staging: Option<HostStaging>,
     /// Transfers to host staging in flight. A cell, because the methods that send them change nothing else
@@ -106,7 +106,7 @@ impl Site {
         Ok(output)
     }
 
-    /// Returns the model's input, in channels-last memory format if its convolutions have that.
+    /// Returns the model's input, in channels-last memory format if its convolutions have that format.
     pub(crate) fn formatted(&self, values: Vec<Tensor>) -> Result<Vec<Tensor>> {
         match self.channels_last {
             true => values.iter().map(with_channels_last).collect(),
@@ -194,7 +194,7 @@ impl Site {
         Ok(transfer)
     }
 
-    /// Waits while the device is far behind: a host far ahead of the transfers would fill the device.
+    /// Waits while the device is far behind, because a host that runs far ahead would fill the device's memory.
     pub(crate) fn keep_pace(&mut self) -> Result<()> {
         if self.has_transfers() || !self.keeps_inputs() { self.lead.keep() } else { Ok(()) }
     }
@@ -238,16 +238,16 @@ thread_local! {
     static RECOMPUTING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns whether the layer that asks runs for activation recomputation. The random numbers are those of
-/// the first run, and this library's BatchNorm counts once; a layer with side effects of its own can ask
-/// here to have them only once.
+/// Returns whether the calling layer runs for activation recomputation. A recomputation draws the random numbers
+/// of the first run, and this library's BatchNorm does not count it. A layer with its own side effects can call
+/// this function to skip them in a recomputation.
 #[must_use]
 pub fn is_recomputing() -> bool {
     RECOMPUTING.get()
 }
 
 /// Guard during which a forward runs for activation recomputation: [`is_recomputing`] returns true, and running
-/// statistics do not count it.
+/// statistics do not count the forward.
 struct Recomputing {
     /// Keeps this library's BatchNorm from counting.
     _statistics: Collecting,
@@ -255,7 +255,7 @@ struct Recomputing {
 
 impl Recomputing {
     fn begin() -> Self {
-        // For the layers' own effects.
+        // Lets layers skip their own side effects.
         RECOMPUTING.set(true);
         Self { _statistics: Collecting::begin(true) }
     }
@@ -267,8 +267,8 @@ impl Drop for Recomputing {
     }
 }
 
-/// Events after the last few actions, which keep the host from running far ahead of the device: memory that
-/// an action frees can be used again only once the device has done it.
+/// Events after the last few actions, which keep the host from running far ahead of the device: memory that an
+/// action frees can be used again only once the device has done the action.
 #[derive(Debug)]
 struct HostLead {
     device: Device,

@@ -59,7 +59,7 @@ impl TransferClock {
         self.transfer(one, || Ok(()), |()| 0)
     }
 
-    /// Runs a wait of this thread's work on the device, and times it.
+    /// Runs `wait`, which makes this thread's work on the device wait, and times the wait.
     pub(crate) fn waiting<T>(
         &mut self,
         awaited: Awaited,
@@ -102,9 +102,8 @@ impl TransferClock {
     }
 }
 
-/// Corrects the transfers' starts, and sorts by them. Weights and boundaries have streams of their own, but
-/// each direction of the host link carries one copy at a time: a queued copy starts when the one before it
-/// ends.
+/// Corrects the transfers' starts, and sorts by them. Weights and boundaries have streams of their own, but each
+/// direction of the host link carries one copy at a time: a queued copy starts when the previous copy ends.
 fn one_at_a_time(mut transfers: Vec<TransferSpan>) -> Vec<TransferSpan> {
     transfers.sort_by(|a, b| a.end.total_cmp(&b.end));
     let mut free = [0.0_f64; 2];

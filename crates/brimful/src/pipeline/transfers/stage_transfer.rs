@@ -127,8 +127,8 @@ impl StageTransfer {
 }
 
 impl CopyStreams {
-    /// Copies the tensors to this device, ready for this thread's work on it. Times the copy as this transfer
-    /// if they waited on the host.
+    /// Copies the tensors to this device, ready for this thread's work on it. If the tensors waited on the host,
+    /// times the copy as the transfer `one`.
     pub(crate) fn unpack(
         &self,
         transfer: StageTransfer,

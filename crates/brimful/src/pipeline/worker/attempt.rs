@@ -22,7 +22,7 @@ use brimful_plan::schedule::ActionKind;
 /// Result of a worker's part of a step; the worker keeps the state to commit or undo it.
 #[derive(Debug, Default)]
 pub(crate) struct WorkerDone {
-    /// Report of the part, if the worker made it at once.
+    /// Report of the part, if the worker reports as soon as it has run.
     pub(crate) report: Option<PartReport>,
     /// Gathered outputs, by micro-batch.
     pub(crate) outputs: Vec<Vec<Tensor>>,
@@ -30,7 +30,7 @@ pub(crate) struct WorkerDone {
     pub(crate) needed: Option<Bytes>,
     /// Whether layers of this library normalised each micro-batch by itself.
     pub(crate) normalised: bool,
-    /// Number of BatchNorm layers in its stages that are not this library's.
+    /// Number of BatchNorm layers in the worker's stages that are not this library's.
     pub(crate) unmanaged_norms: usize,
 }
 
@@ -187,7 +187,7 @@ impl Worker {
         }
         self.check_updates_in_backward(run)?;
         if let Some(optimizer) = &mut self.site.optimizer {
-            // After the first update a failure leaves parameters inconsistent, so states are made before it.
+            // States are made before the first update, because a failure after it leaves parameters inconsistent.
             optimizer.make_states(None, |_| Ok(()))?;
         }
         let resident = self.resident_parameters(run);
@@ -316,7 +316,8 @@ impl Worker {
             job,
             ..
         } = run;
-        // By micro-batch, in whatever order their backwards ran: an error names the number.
+        // Adds in the order of the micro-batches, not of their backwards, because an error names the micro-batch's
+        // number.
         for largest in largest {
             tally.add_largest(largest)?;
         }

@@ -40,7 +40,7 @@ impl Worker {
         attempt.sum_up(whole, self.number, collective.as_ref())?;
         let mut outgoing = Vec::new();
         for (at, variable) in self.variables.trained().enumerate() {
-            // Taken out: the commit would leave it in the copy, but only the owner gets it.
+            // Taken out of the sums: the commit would put the gradient into the copy, but only the owner gets it.
             if !self.variables.owns(variable)
                 && let Some(gradient) = attempt.total.take(at)
             {
@@ -50,13 +50,14 @@ impl Worker {
         Ok(outgoing)
     }
 
-    /// Adds the gradients of copies on other workers, by worker, to the owner's; then casts them.
+    /// Adds gradients of copies, grouped by the copies' workers, to the owner's gradients. Then casts the sums.
     pub(crate) fn join_and_cast(&mut self, arriving: Vec<NamedGradients>) -> Result<()> {
         let Some(attempt) = &mut self.attempt else { return Ok(()) };
         if !arriving.is_empty() {
             let names = self.variables.trained().enumerate().map(|(at, v)| (v.name.as_str(), at));
             let places: HashMap<&str, usize> = names.collect();
-            // One worker after the other: at most one copy of all gradients is beside the owner's.
+            // Adds one worker's gradients after the other's, so that at most one copy of all gradients is beside
+            // the owner's.
             for copies in arriving {
                 let placed = copies.into_iter();
                 let placed = placed.filter_map(|(name, g)| Some((*places.get(name.as_str())?, g)));
@@ -106,7 +107,7 @@ impl Worker {
     /// Restores the state before the mini-batch under way.
     pub(crate) fn undo(&mut self) -> Result<()> {
         if let Some((run, undo)) = self.open.take() {
-            // The graphs first: restoring may need their memory.
+            // Drops the graphs first, because restoring may need their memory.
             drop(run);
             undo.run()?;
         }

@@ -48,7 +48,7 @@ pub(crate) struct Worker {
     pub(crate) host_link: HostLinkUse,
 }
 
-/// Prepared step of a worker's optimizer.
+/// Prepared step of a worker's part of the optimizer.
 #[derive(Debug, Default)]
 pub(crate) struct UpdatePlan {
     here: OptimizerPlan,
@@ -82,8 +82,8 @@ impl Worker {
 
     /// Changes the parameters' memory format for the next run.
     fn convert(&mut self, channels_last: bool) -> Result<()> {
-        // Not within an accumulation window: its sums have the format of its first mini-batch. Not with
-        // offloaded stages: their host buffers have a fixed format.
+        // The format stays within an accumulation window, whose sums have the format of its first mini-batch. It
+        // also stays with offloaded stages, whose host buffers have a fixed format.
         let stays = self.window.is_some() || self.site.offloaded.is_some();
         if stays || self.site.channels_last == channels_last {
             return Ok(());
@@ -96,14 +96,14 @@ impl Worker {
     /// Finishes the last step's updates, before parameters or state are read.
     ///
     /// # Errors
-    /// When one of them fails.
+    /// When an update fails.
     pub(crate) fn finish_updates(&mut self) -> Result<()> {
         let Site { offloaded, optimizer, .. } = &mut self.site;
         offloaded.as_mut().map_or(Ok(()), |stages| stages.finish_updates(optimizer.as_mut()))
     }
 
-    /// Finishes the last step's updates and drops the copies that it left on the device, before parameters or state are
-    /// handed out or replaced.
+    /// Finishes the last step's updates and drops the copies that the step left on the device, before parameters
+    /// or state are handed out or replaced.
     ///
     /// # Errors
     /// When an update fails.

@@ -1,8 +1,8 @@
 //! Worker's variables by name, and which of them are copies of another worker's.
 //!
-//! A layer that shares another layer's variables (`Layers::add_sharing`) makes its own copies if the other
-//! layer is on another worker. Only the owner's are saved and optimized. Every step sends a copy's gradient
-//! to the owner, and every change of the owner's value reaches its copies before the next step:
+//! A layer that shares another layer's variables (`Layers::add_sharing`) makes its own copies if the other layer
+//! is on another worker. Only the owner's variables are saved and optimized. Every step sends a copy's gradient to
+//! the owner, and every change of the owner's value reaches its copies before the next step:
 //! [`Variables::changed`] lists the variables that changed.
 
 use std::collections::{HashMap, HashSet};
@@ -20,15 +20,15 @@ use crate::pipeline::stage_layout::StageLayout;
 pub(crate) struct Variable {
     pub(crate) name: String,
     pub(crate) tensor: Tensor,
-    /// Whether it is a parameter, frozen or not, and no running statistic.
+    /// Whether the variable is a parameter, frozen or not, instead of a running statistic.
     pub(crate) trainable: bool,
-    /// Worker of the layer that it belongs to.
+    /// Worker of the layer that the variable belongs to.
     pub(crate) owner: usize,
-    /// Places of the worker's stages that use it.
+    /// Places of the worker's stages that use the variable.
     stages: Vec<usize>,
 }
 
-/// State of a variable that copies follow, without its values: address, version, dtype, and whether it is
+/// State of a variable that its copies must match, without the values: address, version, dtype, and whether it is
 /// trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct VariableMark {
@@ -55,11 +55,10 @@ impl VariableMark {
 #[derive(Debug)]
 pub(crate) struct Variables {
     worker: usize,
-    /// Index of the pipeline in this process: all variables of a later one are copies of the first one's.
+    /// Index of the pipeline in this process: all variables of later pipelines are copies of the first pipeline's.
     replica: usize,
     list: Vec<Variable>,
-    /// Places of variables that have copies elsewhere, each with its state when all copies last followed
-    /// it.
+    /// Places of variables that have copies elsewhere, each with its state when all copies were last updated.
     shared: Vec<(usize, Option<VariableMark>)>,
 }
 
@@ -86,7 +85,8 @@ impl Variables {
             name,
         };
         let mut list: Vec<_> = store.variables().into_iter().map(variable).collect();
-        // The store has no order: replicas match gradients by place, and `find` is a binary search.
+        // Sorted, because the store has no order: replicas match gradients by place, and `find` is a binary
+        // search.
         list.sort_by(|a, b| a.name.cmp(&b.name));
         Self { worker, replica, list, shared: Vec::new() }
     }
@@ -104,7 +104,7 @@ impl Variables {
         // Running statistics always count as changed: a copy may have updated its own.
         let changed = |(at, seen): &&(usize, Option<VariableMark>)| {
             let Variable { tensor, trainable, .. } = &self.list[*at];
-            // Without a mark, libtorch does not count the changes, so there may be some.
+            // Without a mark, it is unknown whether the variable has changed.
             !trainable || seen.is_none() || *seen != VariableMark::of(tensor)
         };
         self.shared.iter().filter(changed).map(|(at, _)| &self.list[*at])
@@ -136,7 +136,7 @@ impl Variables {
         self.list.iter().filter(|variable| self.owns(variable))
     }
 
-    /// Returns whether the variable is not a copy of another worker's.
+    /// Returns whether this worker owns the variable: then it is no copy.
     pub(crate) fn owns(&self, variable: &Variable) -> bool {
         variable.owner == self.worker && self.replica == 0
     }

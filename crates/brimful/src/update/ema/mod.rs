@@ -23,7 +23,7 @@ pub(crate) struct EmaPart {
     own: Option<Vec<Tensor>>,
 }
 
-/// Saved averages in the order of these, in memory of their own.
+/// Saved averages in the order of the part's averages, in their own memory.
 pub(crate) struct ReadEma(Vec<Tensor>);
 
 /// Variable and its average.
@@ -128,7 +128,7 @@ impl Average {
     fn of(name: String, variable: Tensor, offload: Option<Arena>) -> Result<Self> {
         let _charged = offload.as_ref().map(Arena::enter);
         let kind = summed_in(variable.kind());
-        // A copy in any case, with the same strides.
+        // Always a copy, with the variable's strides.
         let value = variable.f_detach()?.f_to_dtype(kind, false, true)?;
         Ok(Self { name, variable, value, offload })
     }
