@@ -27,8 +27,8 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! A `Vec` is a list of parts that are cut alike, not a list of samples: samples go into one tensor or, if
-//! their lengths differ, into [`Sequences`]. For the same reason a `Vec` of numbers is not cut.
+//! A `Vec` is a list of parts that are cut alike, not a list of samples: samples go into one tensor or, if their
+//! lengths differ, into [`Sequences`]. A `Vec` of numbers is not cut either.
 
 mod containers;
 mod error;
@@ -121,8 +121,8 @@ impl<'a> Leaf<'a> {
 
 /// A mini-batch that can be cut along its first dimension.
 ///
-/// Derive it for a struct, generic ones included; `#[batch(shared)]` on a field is equivalent to [`Shared`]
-/// around its type. To implement it by hand, visit the leaves in the same order everywhere:
+/// Derive it for a struct, generic ones included; `#[batch(shared)]` on a field is equivalent to [`Shared`] around
+/// its type. To implement `Batch` by hand, visit the leaves in one order in all methods:
 ///
 /// ```
 /// use brimful::Result;
@@ -279,8 +279,8 @@ fn numbers(widths: &Tensor) -> Result<Vec<i64>> {
 
 /// Joins the parts into one batch, in their order: the inverse of cutting by [`slice()`].
 ///
-/// Shared leaves and all values that are not tensors come from the first part. Leaves of a single number, such
-/// as the mean over a micro-batch, become one leaf with a number for each part.
+/// Shared leaves and all values that are not tensors come from the first part. Leaves of a single number, such as
+/// the mean over a micro-batch, become one leaf with one number per part.
 ///
 /// # Errors
 /// When there is no part, or the parts differ in more than their samples.

@@ -59,7 +59,7 @@ pub enum Error {
     #[error("a rehearsal is over")]
     Rehearsed,
 
-    /// A CUDA graph that no longer does the same work as its closure. Never leaves the library.
+    /// A CUDA graph whose work is no longer that of its closure. Never leaves the library.
     #[doc(hidden)]
     #[error("what was captured is out of date")]
     OutOfDate,

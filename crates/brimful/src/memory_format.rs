@@ -32,11 +32,11 @@ const MAX_TRIAL_STEPS: usize = 40;
 /// Smallest speedup for which channels last is chosen: a smaller one may be noise.
 const MIN_SPEEDUP: f64 = 1.03;
 
-/// Memory format in use, and the measurement of both.
+/// Memory format in use, and the measurement that compares the two formats.
 #[derive(Debug, Default)]
 pub(crate) struct FormatChoice {
     channels_last: bool,
-    /// True if the parameters are still in the other format.
+    /// True if the format has changed and the parameters are not converted yet.
     changed: bool,
     trial: Option<FormatTrial>,
     /// Error of a step in the format on trial, while the step runs again in the user's own.
@@ -160,8 +160,8 @@ impl FormatChoice {
         is_on_trial
     }
 
-    /// Ends the fallback. If the step works in the user's own format, channels last was the cause and is refused;
-    /// otherwise its trial goes on.
+    /// Ends the fallback. If the step works in the user's own format, channels last was the cause and is refused.
+    /// If the step fails again, the trial of channels last goes on.
     pub(crate) fn end_fallback(&mut self, works: bool) {
         match (self.failed.take(), works) {
             (Some(cause), true) => self.refuse(&cause),

@@ -180,7 +180,7 @@ pub fn recognise(text: &str) -> Option<OutOfMemory> {
     })
 }
 
-/// Returns the text of a panic, if it has one.
+/// Returns the text of a panic; `None` if its payload is not a text.
 pub fn panic_text(payload: &(dyn Any + Send)) -> Option<&str> {
     payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied())
 }

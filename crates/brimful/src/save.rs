@@ -1,8 +1,8 @@
 //! Writes and reads named tensors as safetensors files, atomically.
 //!
-//! A file is written beside its target, synced to the disk, and renamed: an interruption leaves the old
-//! file or the new one. Tensors are written in pieces and read as they are used, so neither direction needs
-//! memory beyond that of the tensors. The same tensors produce the same bytes.
+//! A file is written beside its target, synced to the disk, and renamed: an interruption leaves the old file or
+//! the new one. Tensors are written in pieces and read as they are used, so neither direction needs memory beyond
+//! that of the tensors. Equal tensors produce equal bytes.
 //!
 //! ```
 //! use brimful::save::{self, Metadata};
@@ -72,7 +72,7 @@ pub fn write(
 /// ```
 ///
 /// # Errors
-/// As for [`write()`]; those of `make`; and if it returns a tensor of another shape or dtype.
+/// As for [`write()`]; the errors of `make`; and if `make` returns a tensor of another shape or dtype.
 pub fn write_made(
     path: impl AsRef<Path>,
     tensors: &[(String, Tensor)],

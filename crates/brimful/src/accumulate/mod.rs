@@ -90,7 +90,7 @@ impl Accumulator {
     }
 
     /// Sets whether leaves besides the parameters are summed too. Otherwise they are refused: replicas, stages and
-    /// ranks would add to one leaf at the same time, or miss each other's gradients.
+    /// ranks would add to one leaf at the same time, or one of them would miss another's gradients.
     pub(crate) fn summing_others(mut self, wanted: bool) -> Self {
         self.sums_others = wanted;
         self
@@ -129,7 +129,7 @@ impl Accumulator {
         self.last = true;
     }
 
-    /// Marks the next backward as this part's; `None` if it may reach any parameter.
+    /// Marks the next backward as this part's; `None` if the backward may reach any parameter.
     pub(crate) fn expect_part(&mut self, part: Option<usize>) {
         self.part = part;
     }

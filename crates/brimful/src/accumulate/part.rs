@@ -17,7 +17,7 @@ impl ModelPart {
         Self { places, parameters }
     }
 
-    /// Runs `f` with the part's own parameters and their sums, which are taken out of the whole meanwhile.
+    /// Runs `f` with the part's own parameters and their sums, which are taken out of `whole` while `f` runs.
     pub(super) fn with_sums<T>(
         &self,
         whole: &mut Sum,

@@ -79,7 +79,7 @@ impl Sums {
         self.groups.iter().flatten().flatten().all(|sum| sum.device() == device)
     }
 
-    /// Adds a later part of the same step, group by group; `places` are the indices of its sums.
+    /// Adds a later part of the same step, group by group; `places` are the indices of the later part's sums.
     pub(crate) fn extend(&mut self, later: Self, places: &[usize]) -> Result<()> {
         self.on_host |= later.on_host;
         self.groups.resize_with(later.groups.len().max(self.groups.len()), Vec::new);
@@ -211,7 +211,8 @@ impl Finished {
         for (at, new, old) in all() {
             let (kind, is_finite) = match old {
                 None => (new.kind(), is_fresh_finite || are_finite(&[new.shallow_clone()])?),
-                // One after the other: together they would take as much memory as all gradients.
+                // Checked one after the other, because all results together would take as much memory as all
+                // gradients.
                 Some(old) => {
                     let kind = old.kind();
                     (kind, are_finite(&[old.f_add(new)?.f_to_kind(kind)?])?)

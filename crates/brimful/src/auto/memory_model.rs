@@ -76,9 +76,9 @@ impl MemoryModel {
         self.needs.last_key_value().map_or(0, |(&size, _)| size)
     }
 
-    /// Returns the largest size that the line may be extrapolated to. It is not far above the measured sizes while
-    /// needs hardly grow, because the fixed part then hides the samples' part. [`MemoryModel::sure`] is safe in
-    /// any case.
+    /// Returns the largest size that the line may be extrapolated to. This size is not far above the measured ones
+    /// while needs hardly grow, because the fixed part then hides the samples' part. [`MemoryModel::sure`] is safe
+    /// in any case.
     pub(crate) fn reach(&self, budget: u64) -> usize {
         let Some((&large, &most)) = self.needs.last_key_value() else { return 0 };
         let far = large.saturating_mul(EXTRAPOLATE_FACTOR);
@@ -87,7 +87,7 @@ impl MemoryModel {
         if !bent && self.predict(far).is_some_and(|need| need >= grown) {
             return far;
         }
-        // Beyond a bend the slope is not measured yet: only a quarter is added. Otherwise doubling is safe
+        // Beyond a bend the slope is not measured yet: only a quarter is added. Without a bend, doubling is safe
         // enough, because a failure costs one retry.
         let near = if bent { large + large / 4 } else { large.saturating_mul(2) };
         self.sure(budget).max(near)
@@ -173,7 +173,7 @@ impl MemoryModel {
         (lower.0 + (budget - lower.1) / slope.max(f64::MIN_POSITIVE)).max(0.0) as usize
     }
 
-    /// Returns the only measured size and its need, where there is no second size and no prior.
+    /// Returns the only measured size and its need; `None` if there is a second size or a prior.
     fn only_size(&self) -> Option<(usize, u64)> {
         match (self.needs.len(), self.needs.first_key_value()) {
             (1, Some((&size, &need))) if self.prior.is_none() => Some((size, need)),

@@ -141,8 +141,8 @@ impl Policy {
     }
 
     fn begin(&mut self, size: usize, why: Why) -> SizeTrial {
-        // A prediction from another shape may be wrong, and a failure costs the step so far: half of the size
-        // is tried first. A size that an earlier run measured is taken as it is.
+        // A prediction from another shape may be wrong, and a failure costs the step so far: half of the size is
+        // tried first. A size that an earlier run measured is used unchanged.
         let size = if why == Why::Predicted { (size / 2).max(1) } else { size };
         self.climb.rung = self.climb.rung.max(size);
         let micro_batches = (why == Why::Predicted).then_some(1);

@@ -71,7 +71,7 @@ fn median(readings: &[f64]) -> f64 {
     if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2.0 }
 }
 
-/// Events between micro-batches, in the device's queue where it has one.
+/// Events between micro-batches: in the stream of an accelerator, or in the host's time.
 #[derive(Debug)]
 pub(crate) struct Stopwatch {
     device: Device,

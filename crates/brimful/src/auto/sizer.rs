@@ -13,9 +13,9 @@ use crate::oom::OutOfMemory;
 use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 
-/// Smallest micro-batch to train with where more samples fit: smaller ones only measure needs, and are rolled
-/// back. Layers such as batch normalisation expect a micro-batch to resemble its mini-batch: the gradients of
-/// two or three samples may be many times those of the others.
+/// Smallest micro-batch to train with if more samples fit: smaller ones only measure needs, and are rolled back.
+/// Layers such as batch normalisation expect a micro-batch to resemble its mini-batch: the gradients of two or
+/// three samples may be many times those of the others.
 pub(crate) const FEW_SAMPLES: usize = 8;
 
 /// Free memory for a step.
@@ -116,8 +116,8 @@ impl Sizer {
         first.size >= FEW_SAMPLES || first.micro_batches.is_none()
     }
 
-    /// Decides how a whole mini-batch is cut. Nothing can be measured while it runs, so the first one is
-    /// cut into at most 64 micro-batches, of no fewer than 8 samples unless such a size has failed.
+    /// Decides how a whole mini-batch is cut. Nothing can be measured while it runs, so the first mini-batch is
+    /// cut into at most 64 micro-batches. They have at least 8 samples, unless such a size has failed.
     pub(crate) fn next_whole(&mut self, free_memories: &[FreeMemory], samples: usize) -> SizeTrial {
         let mut trial = self.next(free_memories, samples, samples);
         if trial.why == Why::Probe && self.lines().is_none() {
@@ -151,8 +151,8 @@ impl Sizer {
         }
     }
 
-    /// Holds the size as far as memory allows, or resumes the search: for comparisons that are measured in
-    /// whole steps.
+    /// Holds the size as far as memory allows, or resumes the search. Comparisons of whole steps need a constant
+    /// size.
     pub(crate) fn hold(&mut self, held: bool) {
         self.policy.held = held;
     }
@@ -162,8 +162,8 @@ impl Sizer {
         self.policy.even = even;
     }
 
-    /// Adapts to a new memory format, which is faster by this factor (see [`Policy::speed_up`]) and may
-    /// need other memory.
+    /// Adapts to a new memory format, which is faster by this factor (see [`Policy::speed_up`]) and may need more
+    /// or less memory.
     pub(crate) fn rearranged(&mut self, factor: f64) {
         if let Some(best) = self.policy.speed_up(factor) {
             self.models.iter_mut().for_each(|model| model.forget_above(best));
@@ -193,7 +193,7 @@ impl Sizer {
         }
     }
 
-    /// Logs a decision, at the info level where the size changes.
+    /// Logs a decision, at the info level if the size changes.
     pub(crate) fn announce(&mut self, decision: &Decision) {
         if decision.failed {
             tracing::warn!("{decision}: the mini-batch is run again");

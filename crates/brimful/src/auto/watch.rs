@@ -20,8 +20,8 @@ use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::split;
 
-/// Peak bytes in use in each memory, where the engine knows them better than the memory's account: CUDA
-/// graphs need memory that no account shows.
+/// Peak bytes in use in each memory, if the engine knows them better than the memory's account: CUDA graphs need
+/// memory that no account shows.
 pub(crate) type Peaks = Vec<Option<Bytes>>;
 
 /// Sizer and measurements of one attempt.
@@ -86,7 +86,8 @@ struct Piece {
     /// Average units of a micro-batch.
     average: f64,
     stopwatch: Option<Stopwatch>,
-    /// Peak bytes of a micro-batch that the memory's account does not show, and all bytes in use then.
+    /// Largest number of bytes of a micro-batch that the memory's account does not show, and all bytes in use at
+    /// that time.
     unseen: u64,
     beside: u64,
     alone: bool,
@@ -108,8 +109,8 @@ struct Whole {
 }
 
 impl SizeWatch {
-    /// Begins an attempt in these memories; the number beside each is its bytes that are reserved for later. A
-    /// rehearsal (`rehearses`) ends with [`Error::Rehearsed`] as soon as a better first size is known.
+    /// Begins an attempt in these memories; the number beside each memory is the bytes in it that are reserved for
+    /// later. A rehearsal (`rehearses`) ends with [`Error::Rehearsed`] as soon as a better first size is known.
     pub(crate) fn new(
         sizer: Sizer,
         memories: impl Iterator<Item = (Option<Memory>, u64)>,
@@ -166,11 +167,11 @@ impl SizeWatch {
         Ok(ranges)
     }
 
-    /// Records a micro-batch that was run: the bytes that the memory's account does not show, and whether
-    /// others like it will take as long.
+    /// Records a micro-batch that was run: the bytes that the memory's account does not show, and whether other
+    /// micro-batches will take as long.
     pub(crate) fn lap(&mut self, unseen: Bytes, typical: bool) -> Result<()> {
         let Self { memories, piece: Some(piece), .. } = self else { return Ok(()) };
-        // This runs at every micro-batch: the memory is read only where there may be a new maximum.
+        // This runs at every micro-batch, so the memory is read only if there may be a new maximum.
         if unseen.0 > piece.unseen {
             piece.unseen = unseen.0;
             piece.beside = memories[0].memory().usage()?.current.0 + unseen.0;
@@ -197,10 +198,11 @@ impl SizeWatch {
     }
 
     /// Begins an attempt with one size for all samples of a part, the longest of this rank's. Returns this rank's
-    /// size, of which all ranks take the least. No micro-batch of any rank has less than `least`.
+    /// size; all ranks then take the smallest size of any rank. No micro-batch of any rank is smaller than
+    /// `least`.
     pub(crate) fn begin_whole(&mut self, part: Samples, least: usize) -> usize {
-        // The least of all ranks, because all must give up in the same attempt: when the smallest size has
-        // failed twice.
+        // A lower bound that all ranks share, because all must give up in the same attempt: when the smallest size
+        // has failed twice.
         self.least = least;
         let trial = self.sizer.next_whole(&self.free_memories(), part.units().max(1));
         let own = trial.size.max(least);
@@ -214,7 +216,7 @@ impl SizeWatch {
         let free_memories = self.free_memories();
         let Self { whole: Some(whole), sizer, .. } = self else { return Ok(()) };
         whole.trial.size = size;
-        // Users are to see that other ranks limited the size, not this rank's memory.
+        // Recorded, so that users see that other ranks limited the size, not this rank's memory.
         if size < whole.own {
             whole.trial.why = Why::Others;
             sizer.policy.overruled(size, tightest(&free_memories));
@@ -286,7 +288,8 @@ impl SizeWatch {
         oom: OutOfMemory,
         log: &mut SizeLog,
     ) -> Result<(Sizer, Result<()>)> {
-        // A cache holds blocks cut for the size that failed, which may fit none of the next size's tensors.
+        // The blocks in a cache have the sizes of the failed attempt's tensors, and may fit none of the next
+        // attempt's.
         let mut counted = self.memories.iter().filter_map(|watched| watched.counted.as_ref());
         counted.try_for_each(|(memory, _)| memory.empty_cache())?;
         let free_memories = self.free_memories();
@@ -295,7 +298,8 @@ impl SizeWatch {
                 decision.failed = true;
                 self.sizer.announce(decision);
                 let size = decision.size;
-                // Another process may have taken memory meanwhile: the size is judged by what was free.
+                // Another process may have taken memory during the attempt, so the size is judged by the least
+                // free bytes.
                 let least = self.least_free_memories()?;
                 self.sizer.failed(size, &least);
             }

@@ -1,4 +1,4 @@
-//! Building blocks of a batch: tensors, values that are not cut, and containers of both.
+//! Building blocks of a batch: tensors, values that are not cut, and containers of tensors and values.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;

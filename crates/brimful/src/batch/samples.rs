@@ -115,8 +115,8 @@ pub(crate) struct Arranged<'a, B> {
 }
 
 impl<'a, B: Batch> Arranged<'a, B> {
-    /// Sorts a mini-batch. Errors of counting or sorting are kept until its samples are requested, where they are
-    /// reported to other ranks too.
+    /// Sorts a mini-batch. Errors of counting or sorting are kept until the samples are requested, so that they
+    /// are reported to other ranks too.
     pub(crate) fn of(given: &'a B) -> Self {
         match sorted(given) {
             Ok((sorted, samples)) => Self { given, sorted, samples: Ok(samples) },

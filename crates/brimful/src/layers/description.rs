@@ -22,13 +22,13 @@ pub(super) struct Description {
     pub(super) name: String,
     /// Layer whose variables this one shares.
     pub(super) shares: Option<String>,
-    /// True if it was added as a normalisation, which may be an exact one.
+    /// True if the layer was added as a normalisation, so that it may contain an exact BatchNorm.
     pub(super) normalises: bool,
-    /// True if it stashes its input for layers that pop it.
+    /// True if the layer stashes its input for later layers.
     pub(super) stashes: bool,
-    /// True if it computes the same as the layer before it.
+    /// True if the layer computes the same function as the previous layer, with other weights.
     pub(super) is_alike: bool,
-    /// Skip that it pops besides its input.
+    /// Skip that the layer pops, besides its input.
     pub(super) pops: Option<Name>,
     pub(super) build: Arc<Build>,
 }

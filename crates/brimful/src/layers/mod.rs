@@ -212,9 +212,8 @@ impl Layers {
     /// Appends a module that shares variables of the earlier layer `with`, as a GPT's head shares the table of
     /// its embedding.
     ///
-    /// `build` receives the layer's own path and the other layer's. It takes existing variables from the second
-    /// path (`Path::get`) and creates missing ones there, because in a pipeline the other layer may be on
-    /// another device.
+    /// `build` receives the layer's own path and the path of `with`. It takes existing variables from the second
+    /// path (`Path::get`) and creates missing ones there, because in a pipeline `with` may be on another device.
     #[must_use]
     pub fn add_sharing<M, F>(
         self,
@@ -230,7 +229,7 @@ impl Layers {
         built.with_last(|last| last.shares = Some(with.into()))
     }
 
-    /// Declares that the last layer computes the same as the layer before it, with different weights, like the
+    /// Declares that the last layer computes the same function as the previous layer, with other weights, like the
     /// blocks of a transformer. A profile measures such layers once.
     ///
     /// ```
@@ -251,7 +250,7 @@ impl Layers {
         self.with_last(|last| last.is_alike = true)
     }
 
-    /// Returns whether the layer at this position computes the same as the one before it.
+    /// Returns whether the layer at this position was added with [`Layers::like_before`].
     pub(crate) fn is_alike(&self, position: usize) -> bool {
         self.list.get(position).is_some_and(|layer| layer.is_alike)
     }

@@ -17,9 +17,9 @@ pub(super) type PopFunction = dyn Fn(&[Tensor], &[Tensor], bool) -> Vec<Tensor> 
 pub(super) struct Layer {
     pub(super) name: String,
     pub(super) module: Module,
-    /// Its exact BatchNorm, if it has one.
+    /// The layer's exact BatchNorm, if it has one.
     pub(super) norm: Option<ExactNorm>,
-    /// Skip that it pops.
+    /// Skip that the layer pops.
     pub(super) popped: Option<Popped>,
 }
 

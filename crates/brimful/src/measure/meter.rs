@@ -23,7 +23,7 @@ impl Meter {
         Ok(self.memory.usage()?.current.0)
     }
 
-    /// Returns the result of `work`, and the peak bytes meanwhile beyond `before`.
+    /// Returns the result of `work`, and the peak bytes beyond `before` while it runs.
     pub(super) fn weighed<T>(
         &self,
         before: u64,

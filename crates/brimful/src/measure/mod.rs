@@ -20,7 +20,7 @@ use meter::Meter;
 /// Each layer is built, run and freed before the next one, so a model larger than the device can be
 /// measured on it. The state of the random generators is restored afterwards.
 ///
-/// A layer that is [like the one before it](Layers::like_before) is not run: it has the same costs.
+/// A layer that is [like the one before it](Layers::like_before) is not run: it gets the previous layer's costs.
 ///
 /// Times are measured with the whole batch and, from 8 samples on, with a quarter of it, which separates
 /// the overhead of a call from the time of a sample. A layer that shares another's variables is measured

@@ -224,7 +224,7 @@ impl MicroBatcher {
     pub(super) fn before(&self) -> Result<Before> {
         Ok(Before {
             _inside: self.memory.as_ref().and_then(Memory::enter),
-            // Noted before the first number is drawn, so that a retry draws the same dropout masks.
+            // Recorded before the first number is drawn, so that a retry draws the same dropout masks.
             randomness: Randomness::now(self.device)?,
             unmanaged: self.unmanaged.save(&self.variables)?,
             collecting: Collecting::begin(false),

@@ -32,7 +32,7 @@ impl MicroBatcher {
     /// micro-batches of a shape run eagerly. The third is also captured, and its replay is compared with the eager
     /// run.
     ///
-    /// A replay does not call the closure, so the closure must do the same each time:
+    /// A replay does not call the closure, so the closure must do the same work each time:
     ///
     /// - the shapes, and the tensors that it uses besides the micro-batch, stay the same;
     /// - it reads nothing from the device (`double_value`, `nonzero`, an `if` on a tensor's value);

@@ -75,8 +75,8 @@ impl MicroBatcher {
             let mut accumulator = Accumulator::begin(own, &self.variables)?.summing_others(true);
             let loss = in_users_order(samples, &outputs, &mut *loss)?;
             let tally = weighed(&mut accumulator, loss, &outputs)?;
-            // The second pass draws the same numbers as the first. Afterwards the generators return to their
-            // state after the loss, so the next step draws as if there had been one pass.
+            // The second pass draws the random numbers of the first again. Afterwards the generators return to
+            // their state after the loss, so the next step draws as if there had been one pass.
             let after = Randomness::now(self.device)?;
             let gradients = RowGradients::of(&outputs);
             let borrower = Borrower::of(forward);

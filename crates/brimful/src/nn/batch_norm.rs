@@ -227,7 +227,8 @@ impl BatchNorm {
         or_panic(self.f_forward_relu_pool(input, train))
     }
 
-    /// Adds a ReLU after the layer: `forward_t` applies both, fused where there are kernels for it.
+    /// Adds a ReLU after the layer: `forward_t` applies the layer and the ReLU, fused where there are kernels for
+    /// it.
     #[must_use]
     pub fn with_relu(self) -> Self {
         Self { relu: true, ..self }
@@ -314,7 +315,7 @@ impl Movement {
 }
 
 /// Returns a handle to the tensor for a second use, such as a shortcut. If the tensor is a BatchNorm's output,
-/// that layer's own backward adds up the gradients of both uses. Any other tensor is returned as it is.
+/// that layer's own backward adds up the gradients of both uses. For any other tensor, returns a plain handle.
 ///
 /// # Errors
 ///

@@ -47,7 +47,7 @@ pub(super) fn tell_of(norm: ExactNorm) {
 #[derive(Debug)]
 pub(crate) struct ExactNorm {
     pub(super) running: Running,
-    /// Weight and bias, if it has any.
+    /// The layer's weight and bias, if it has any.
     pub(super) affine: [Option<Tensor>; 2],
     pub(super) eps: f64,
     pub(super) place: LentPlace,
@@ -186,7 +186,7 @@ impl LentPlace {
     }
 }
 
-/// Guard of the statistics that normalise a layer's inputs; it removes them when dropped, even by a panic.
+/// Guard of the statistics that normalise a layer's inputs; a drop of the guard removes them, even during a panic.
 pub(crate) struct LentStatistics(LentPlace);
 
 impl Drop for LentStatistics {

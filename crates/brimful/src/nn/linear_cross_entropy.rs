@@ -1,4 +1,4 @@
-//! Fused head and cross-entropy, which never holds all logits at once where they would be large.
+//! Fused head and cross-entropy, which computes large logits in chunks and never holds them all at once.
 
 use brimful_torch::linear_cross_entropy::{self as torch, LossHead};
 use tch::{Device, Kind, Tensor};

@@ -77,7 +77,7 @@ impl Lora {
     }
 
     /// Merges the adapter of the weight `name` among these variables: returns the weight of an equal model without
-    /// LoRA. Leaves the model as it is. `inputs_first` is the projection's
+    /// LoRA. Leaves the model unchanged. `inputs_first` is the projection's
     /// [setting](super::ProjectionConfig::inputs_first).
     ///
     /// # Errors

@@ -61,8 +61,8 @@ impl Norm {
         reported(norm(x, self.how()))
     }
 
-    /// Normalises the rows of `x`, and returns a second use of `x` before the result. If later layers take `x`
-    /// from here, the norm's own backward pass adds both gradients.
+    /// Normalises the rows of `x`, and returns a second use of `x` before the result. If later layers use the
+    /// returned `x`, the norm's own backward pass adds the gradients of both uses.
     ///
     /// # Errors
     ///

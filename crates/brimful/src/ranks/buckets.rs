@@ -83,7 +83,7 @@ impl Buckets {
         }
     }
 
-    /// Adds the gradients that have not arrived; zeros where there is none.
+    /// Adds the gradients that have not arrived, and zeros for parameters without a gradient.
     pub(crate) fn fill(&mut self, gradients: &[Option<Tensor>]) -> Result<()> {
         if let Some(error) = self.failed.take() {
             return Err(error);

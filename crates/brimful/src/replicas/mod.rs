@@ -43,8 +43,8 @@
 //!
 //! *Random numbers* belong to a step, a replica and a micro-batch ([`StepReport::seed`](crate::StepReport::seed)).
 //!
-//! *Running statistics* of deferred BatchNorm layers are those of all samples. Layers that update theirs at
-//! every micro-batch do so only on the first replica's micro-batches.
+//! *Running statistics* of deferred BatchNorm layers are those of all samples. Layers that update their statistics
+//! at every micro-batch count only the first replica's micro-batches.
 
 mod attempt;
 mod calls;

@@ -40,7 +40,7 @@ fn add(addends: Vec<Addends>) -> Result<()> {
     let _without = tch::no_grad_guard();
     let longest = addends.iter().map(|sum| sum.what.len()).max().unwrap_or(0);
     for collective in 0..longest {
-        // One replica after the other, in order: the bits do not depend on which finishes first.
+        // Replicas are added in their order, so the bits of the sum do not depend on which replica finishes first.
         let mut into = Vec::new();
         let mut what = Vec::new();
         for sum in &addends {

@@ -62,7 +62,7 @@ impl<M: 'static> Replicas<M> {
         let size = cut.size().ok_or(Error::from(BatchError::NothingToCut))?;
         let parts = || jobs(batch, samples, &shares, size, |replica| handshake.role(replica));
         let outputs = self.outputs(parts()?, samples, Arc::clone(forward))?;
-        // The loss draws random numbers as if it were one more replica.
+        // The loss draws random numbers as an additional replica would.
         let seed = PartSeed { seed: handshake.seed().unwrap_or_default(), part: shares.len() };
         // Only on the first replica: a contrastive loss compares every sample with every other.
         let (attempt, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;

@@ -169,8 +169,8 @@ fn open_number(path: &Path) -> Option<&str> {
     path.file_name()?.to_str().filter(|_| is_of_open)
 }
 
-/// Opens a target that is written to directly. The standard streams are duplicated: opened anew, a file
-/// behind them would be overwritten from its beginning.
+/// Opens a target that is written to directly. The standard streams are duplicated, because a file to which they
+/// are redirected would be overwritten from its beginning if it were opened anew.
 fn open_as_it_is(path: &Path) -> io::Result<File> {
     match open_number(&behind_links(path)) {
         Some("1") => Ok(io::stdout().as_fd().try_clone_to_owned()?.into()),

@@ -48,8 +48,8 @@ pub(crate) struct Pending {
     changed: HashMap<u64, (Running, Vec<Tensor>)>,
 }
 
-/// Guard that collects the reports of this thread's layers. An outer step is saved meanwhile, and goes on when the
-/// guard is dropped, even after a panic.
+/// Guard that collects the reports of this thread's layers. The state of an outer step is saved, and restored when
+/// the guard is dropped, even after a panic.
 #[derive(Debug)]
 #[must_use = "layers report until the guard is dropped"]
 pub(crate) struct Collecting {
@@ -99,7 +99,7 @@ impl Pending {
     }
 
     /// Pools all rows and hands them to the layers of another replica of the model; `twin` maps this replica's
-    /// variables to the other's.
+    /// variables to those of the other replica.
     pub(crate) fn hand_to(&mut self, twin: impl Fn(&Tensor) -> Option<Tensor>) -> Result<()> {
         self.pool()?;
         self.deferred.values_mut().try_for_each(|seen| seen.hand_to(&twin))

@@ -18,7 +18,7 @@ use crate::Result;
 
 /// Rows of a layer before they are pooled: more would take more memory, fewer more kernels.
 const ROWS: i64 = 16;
-/// Smallest allocation for rows, in numbers; it serves many layers.
+/// Smallest allocation for rows, as a number of elements. It serves many layers.
 const MIN_SPACE: i64 = 1 << 16;
 
 /// Statistics of one layer's inputs so far.

@@ -96,7 +96,7 @@ impl Pending {
         self.changed.values().flat_map(|(running, _)| running.all())
     }
 
-    /// Returns the layer with these variables; adds one if it has not run here.
+    /// Returns the id of the layer with these variables. Adds the layer if it has not run on this rank.
     fn find_or_add(&mut self, mean: Tensor, variance: Tensor, momentum: Momentum) -> u64 {
         let place = mean.data_ptr();
         let known = self.deferred.iter().find(|(_, s)| s.running.mean.data_ptr() == place);

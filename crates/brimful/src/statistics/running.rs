@@ -65,7 +65,7 @@ impl Running {
 }
 
 impl Momentum {
-    /// Returns the momentum, where it does not depend on the number of batches.
+    /// Returns the momentum; `None` if it depends on the number of batches.
     pub(super) fn given(&self) -> Option<f64> {
         match self {
             Self::Given(momentum) => Some(*momentum),
@@ -73,7 +73,7 @@ impl Momentum {
         }
     }
 
-    /// Returns the number of batches so far, where it is counted.
+    /// Returns the number of batches so far; `None` if batches are not counted.
     pub(super) fn batches(&self) -> Option<&Tensor> {
         match self {
             Self::Given(_) => None,

@@ -65,7 +65,7 @@ impl CopyStreams {
     pub(crate) fn begin(&self, tensor: &Tensor, ready: Option<&Event>) -> Result<Tensor> {
         let there = self.stream(tensor.device())?;
         let here = self.stream(self.device)?;
-        // Enters both: libtorch orders a copy between devices by the current streams of both.
+        // Enters both streams, because libtorch orders a copy between two devices by the current stream of each.
         let _copying = (there.enter()?, here.enter()?);
         if let Some(ready) = ready {
             there.wait(ready)?;

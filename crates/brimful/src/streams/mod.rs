@@ -36,7 +36,7 @@ impl TimedEvent {
         }
     }
 
-    /// Returns the time since an earlier event on the same device. Both must have been reached.
+    /// Returns the time since an earlier event on the same device. Both events must have been reached.
     pub(crate) fn since(&self, earlier: &Self) -> Result<Duration> {
         match (earlier, self) {
             (Self::Host(earlier), Self::Host(now)) => Ok(now.saturating_duration_since(*earlier)),

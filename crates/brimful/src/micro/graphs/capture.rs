@@ -1,4 +1,4 @@
-//! Capture of a micro-batch: run it eagerly, capture it, replay it, and compare both.
+//! Capture of a micro-batch: run it eagerly, capture it, replay it, and compare the replay with the eager run.
 
 use brimful_torch::graph::Pool;
 use brimful_torch::stream::Stream;

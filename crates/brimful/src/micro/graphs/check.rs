@@ -1,4 +1,4 @@
-//! Check of a CUDA graph: replay it, run it eagerly too, and compare both.
+//! Check of a CUDA graph: replay a micro-batch, run it eagerly too, and compare the results.
 
 use brimful_torch::memory::empty_cache;
 

@@ -247,8 +247,8 @@ impl MicroGraphs {
         matches!(entry.state, ShapeState::Captured(_)) && entry.trust.is_due(self.step)
     }
 
-    /// Runs a micro-batch according to the state of its entry: eagerly, with a capture, by CUDA graph, or both
-    /// ways.
+    /// Runs a micro-batch according to the state of its entry: eagerly, with a capture, by CUDA graph, or for a
+    /// check by graph and eagerly.
     fn run_entry<B: Batch, R: IntoLoss>(
         &mut self,
         index: usize,

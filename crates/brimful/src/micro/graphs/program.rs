@@ -56,8 +56,8 @@ pub(super) struct Setting {
     pub(super) need: u64,
 }
 
-/// Creates a stream for captures. cuBLAS allocates its workspace on it, and on the stream beside it, here:
-/// allocated during a capture, the workspace would stay in the graph's memory for good.
+/// Creates a stream for captures. cuBLAS allocates its workspace on it, and on the stream beside it, here: if it
+/// were allocated during a capture, the workspace would occupy the graph's memory permanently.
 pub(super) fn stream(device: Device) -> Result<Stream> {
     let stream = Stream::urgent(device)?;
     for used in [Stream::beside(device)?, stream] {
@@ -142,8 +142,8 @@ impl Program {
             })?;
 
         if touched.draws_on_host {
-            // The numbers would be the same in every replay. The generator returns to its earlier state, because
-            // no micro-batch uses the numbers of this run.
+            // Every replay would use these numbers again. The generator returns to its earlier state, because no
+            // micro-batch uses the numbers of this run.
             host.restore()?;
             return Err(Error::Torch("it draws random numbers on the host".into()));
         }
