@@ -29,7 +29,7 @@ pub(crate) const FLAGS: &str = "flags";
 pub(crate) const CLASSES: &str = "classes";
 /// Metadata key of the scale of the training images' pixels.
 pub(crate) const PIXELS: &str = "pixels";
-/// Counter that PyTorch keeps with every BatchNorm layer. Our BatchNorm has none.
+/// Counter that PyTorch keeps with every BatchNorm layer. The program's models do not use it.
 const COUNTER: &str = "num_batches_tracked";
 /// Extensions of files written by torch.save, such as torchvision's weights.
 const OF_PYTHON: [&str; 3] = ["pth", "pt", "bin"];

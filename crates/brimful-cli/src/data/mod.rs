@@ -166,7 +166,7 @@ pub(crate) struct Dataset {
     pub(crate) description: String,
     /// Names of the classes, if they have any.
     pub(crate) class_names: Vec<String>,
-    /// Scale that the pixels were normalised with; none if a trained model needs no scale of its own.
+    /// Scale that the pixels were normalised with, which is saved with the model; none for other kinds of data.
     pub(crate) pixels: Option<PixelScale>,
 }
 

@@ -74,7 +74,8 @@ impl fmt::Display for FixedBytes {
     }
 }
 
-/// Divisor of a memory limit: an option is a remedy if its bytes without activations fit into this fraction.
+/// Divisor of a memory limit. An option is a remedy if its bytes without activations fit into this fraction of the
+/// limit; the rest is for activations.
 const WITH_ACTIVATIONS: u64 = 2;
 
 /// Sizes of a model that advice depends on.
@@ -106,7 +107,7 @@ impl ModelSize {
         let is_offloaded = match offload {
             OffloadArgument::All => true,
             OffloadArgument::None => false,
-            // Offloading was already considered, unless the model takes at most half of the memory.
+            // `auto` considers offloading if the model takes more than half of the memory.
             OffloadArgument::Auto => {
                 limit.is_none_or(|limit| least.resident > limit.0.saturating_mul(count as u64) / 2)
             }
@@ -210,7 +211,7 @@ impl Trainer {
         size.map(|size| size.remedies(&self.options, limit)).unwrap_or_default()
     }
 
-    /// Says that a single sample does not fit, for a step whose fixed bytes are unknown.
+    /// Says that a single sample does not fit, if `fixed_remedy` cannot tell from the fixed bytes.
     fn smaller(&self, available: Bytes, oom: &OutOfMemory) -> String {
         let least = match self.unit_of_sizes() {
             "tokens" => "the longest sample alone",
@@ -262,7 +263,7 @@ impl Trainer {
     /// Suggests an optimizer with less state, if that is enough.
     fn smaller_state(&self, fixed: &FixedBytes, limit: Bytes) -> Option<String> {
         let is_sgd = self.options.recipe.optimizer == OptimizerName::Sgd;
-        // These bytes are exact: a fifth of the limit is left for activations.
+        // These bytes are exact, so a fifth of the limit is enough to leave for activations.
         let with = |state: u64| fixed.total() - fixed.state + state <= limit.0 / 5 * 4;
         let remedy = match (is_sgd, fixed.state) {
             (_, 0) => return None,
@@ -274,8 +275,8 @@ impl Trainer {
         Some(remedy.to_owned())
     }
 
-    /// Estimates the largest micro-batch that fits, from the bytes that the failed one needed. The estimate may be too
-    /// large, because the failed one might have needed more later.
+    /// Estimates the largest micro-batch that fits, from the bytes that the failed micro-batch needed. The
+    /// estimate can be too large, because the failed micro-batch might have needed more bytes later.
     fn most_that_fits(&self, oom: &OutOfMemory) -> Option<usize> {
         let (fixed, limit) = (self.fixed_bytes()?, oom.limit?);
         let size = self.options.given_micro_batch(self.cut.largest())?;

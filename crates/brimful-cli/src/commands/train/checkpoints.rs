@@ -1,8 +1,9 @@
-//! Files of `--save`: the check before a run, when they are written, by which rank, and which are kept.
+//! Files of `--save`. The module checks them before a run, and decides when they are written, by which rank, and
+//! which of them are kept.
 //!
-//! The program writes a run after its step, straight from the memory that holds it. A thread then forces it to the
-//! disk and renames it into place while the next steps run. There is at most one such thread: the next save waits for
-//! it, and returns its error.
+//! After a step, the program writes the run to a file, straight from the tensors in memory. A thread then syncs
+//! the file to the disk and renames it into place, while the next steps run. There is at most one such thread: the
+//! next save waits for the thread, and returns the thread's error.
 
 use std::ffi::OsString;
 use std::fs;
@@ -26,7 +27,7 @@ use crate::{output, progress};
 
 /// Extension of runs that are files.
 const EXTENSION: &str = "safetensors";
-/// Name part of the best run, saved beside the last.
+/// Mark in the name of the file of the best run, which is saved beside the last run.
 const BEST: &str = "best";
 
 /// Saves of a run.
@@ -46,7 +47,7 @@ impl Checkpoints {
         Self { writer: None, last }
     }
 
-    /// Saves the run as it is after its last step, unless that is done already.
+    /// Saves the run as it is after its last step, unless this state is saved already.
     pub(super) fn save(&mut self, trainer: &Trainer) -> Result<()> {
         let steps = trainer.steps_done();
         if self.last == Some(steps) {
@@ -60,8 +61,8 @@ impl Checkpoints {
             Keep::Last | Keep::Best => None,
         };
         self.write(trainer, SavedRun::of, move |run| match numbered {
-            // Writes the numbered file first: a run that is killed in between resumes from the save before it, and
-            // writes the same file again.
+            // Writes the numbered file first. If the run is killed before the other file is replaced, the run
+            // resumes from the previous save, and writes the numbered file again.
             Some((file, count)) => {
                 let written = run.write(&file)?;
                 if written.is_none() {
@@ -103,7 +104,8 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Lets the first rank write the run, once the last save is complete. A thread does the rest.
+    /// Waits until the last save is complete, then lets the first rank write the run. A thread renames the file
+    /// into place.
     fn write(
         &mut self,
         trainer: &Trainer,
@@ -123,7 +125,8 @@ impl Checkpoints {
 struct Put(Box<dyn FnOnce() -> brimful::Result<()> + Send>);
 
 impl Put {
-    /// Makes the work that renames the file into place, if there is one, and then calls `then` with whether there was.
+    /// Makes the work that renames the written file into place, if there is one, and then calls `then`. The
+    /// argument of `then` is true if there is a file.
     fn new(
         written: Option<WrittenFile>,
         then: impl FnOnce(bool) -> brimful::Result<()> + Send + 'static,
@@ -145,8 +148,8 @@ impl Put {
 }
 
 impl Drop for Checkpoints {
-    /// Finishes the save under way when the run breaks off. Otherwise the program would end in the middle of it, and
-    /// leave half a file.
+    /// Finishes the current save if the run breaks off. Otherwise the program would end during the save, and leave
+    /// an incomplete file.
     fn drop(&mut self) {
         let failed = match self.writer.take() {
             Some(Ok(writer)) => writer.join().ok().and_then(Result::err),
@@ -159,8 +162,8 @@ impl Drop for Checkpoints {
     }
 }
 
-/// Returns `model.step-40.safetensors` for `model.safetensors`, and `llama-3.1.best` for `llama-3.1`, whose last dot
-/// begins no extension.
+/// Adds a mark to the name of a file or folder. Returns `model.step-40.safetensors` for `model.safetensors`, and
+/// `llama-3.1.best` for `llama-3.1`, whose last dot begins no extension.
 fn beside(path: &Path, mark: &str) -> PathBuf {
     match path.extension().filter(|extension| *extension == EXTENSION) {
         Some(_) => path.with_extension(format!("{mark}.{EXTENSION}")),
@@ -172,7 +175,7 @@ fn step_mark(steps: usize) -> String {
     format!("step-{steps}")
 }
 
-/// Returns the `--save` path of the run that kept this file; `keep` is that run's `--keep`.
+/// Returns the `--save` path of the run that wrote this file. `keep` is the run's `--keep`.
 pub(crate) fn place_of_run(file: &Path, keep: Option<&str>) -> PathBuf {
     let whole = || file.to_owned();
     let (Some(keep), Some(name)) = (keep, file.file_name().and_then(|name| name.to_str())) else {
@@ -192,7 +195,8 @@ pub(crate) fn place_of_run(file: &Path, keep: Option<&str>) -> PathBuf {
     }
 }
 
-/// Removes numbered files of at most `steps` steps, except the newest `keep`. A file that stays behind does no harm.
+/// Removes numbered files of at most `steps` steps, except the newest `keep` of them. Ignores errors, because a
+/// file that cannot be removed does no harm.
 fn remove_older(path: &Path, steps: usize, keep: usize) {
     let mut done = numbered(path);
     done.retain(|there| *there <= steps);
@@ -214,7 +218,7 @@ fn numbered(path: &Path) -> Vec<usize> {
     entries.flatten().filter_map(|entry| number(entry.file_name())).collect()
 }
 
-/// Returns how many files are kept, and how many of them exist already.
+/// Returns how many files are kept, and how many such files exist already.
 pub(super) fn kept_and_there(path: &Path, keep: Keep) -> (usize, usize) {
     let is_there = |path: &Path| usize::from(path.exists());
     match keep {
@@ -224,7 +228,8 @@ pub(super) fn kept_and_there(path: &Path, keep: Keep) -> (usize, usize) {
     }
 }
 
-/// Lists the paths beside that of `--save` that the run writes, or that exist already and may be removed.
+/// Lists the paths beside the `--save` path that the run writes, and the paths of existing files that the run may
+/// remove.
 pub(super) fn kept_beside(path: &Path, keep: Keep) -> Vec<PathBuf> {
     match keep {
         Keep::Last => Vec::new(),
@@ -236,21 +241,21 @@ pub(super) fn kept_beside(path: &Path, keep: Keep) -> Vec<PathBuf> {
     }
 }
 
-/// Check of `--save` before the run: no other run saves there, and the disk has enough free bytes. It has the inputs to
-/// compute the size and number of the files that a run will save.
+/// Check of `--save` before the run: no other run saves to the path, and the disk has enough free bytes. The
+/// fields determine the size and number of the files that the run will save.
 #[derive(Debug)]
 pub(super) struct ToSave<'a> {
     pub(super) options: &'a TrainOptions,
     pub(super) layers: &'a Layers,
-    /// Folder of the model, if it is from one.
+    /// Folder of the model, if the model is from a folder.
     pub(super) folder: Option<&'a FineTune>,
     /// Steps in an epoch.
     pub(super) in_epoch: usize,
 }
 
 impl ToSave<'_> {
-    /// Locks the path of `--save` until the returned lock is dropped, and checks the free bytes of its disk. The first
-    /// rank does so, and shares its error with all ranks.
+    /// Locks the path of `--save` until the returned lock is dropped, and checks the free bytes of its disk. Only
+    /// the first rank does this work; all ranks get its error.
     pub(super) fn claim(&self, world: &World) -> Result<Option<ClaimedPlace>> {
         let path = self.options.files.save.as_deref();
         let path = path.filter(|path| world.rank() == 0 && save::place(path).is_some());
@@ -315,7 +320,8 @@ impl ToSave<'_> {
         Ok(Bytes(model + state as u64 + averages))
     }
 
-    /// Returns how many files the run adds at most: kept files that do not exist yet, and the one being written.
+    /// Returns how many files the run adds at most: kept files that do not exist yet, and the file that is being
+    /// written.
     fn files(&self, path: &Path) -> u64 {
         let files = &self.options.files;
         let before_last = self.options.length.steps(self.in_epoch).saturating_sub(1);
@@ -323,7 +329,7 @@ impl ToSave<'_> {
         let saves = before_last / self.in_epoch.max(1) + between + 1;
         let (kept, there) = kept_and_there(path, files.keep);
         let more = kept.saturating_sub(there) + 1;
-        // The best model so far is a file of its own.
+        // The best run is saved to a separate file.
         let written = if files.keep == Keep::Best { 2 * saves } else { saves };
         more.min(written) as u64
     }

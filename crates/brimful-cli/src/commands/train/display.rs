@@ -1,4 +1,4 @@
-//! Progress of a training, for people and for programs; after an interruption, what is saved and how to resume.
+//! Progress of a training, as text or as JSON. After an interruption, tells what is saved and how to resume.
 
 use std::path::Path;
 use std::{env, fmt, mem};
@@ -18,7 +18,7 @@ use crate::output;
 use crate::progress::{self, Progress, Ticker};
 use crate::shell::quoted;
 
-/// A bar on the terminal and, for each epoch, a line on standard output.
+/// Display of a training: a bar on the terminal, and a line on standard output for each epoch.
 #[derive(Debug)]
 pub(super) struct Display {
     progress: Progress,
@@ -38,7 +38,7 @@ struct JsonLine<'a, T> {
 impl Display {
     /// Starts the display with an introduction to the training.
     pub(super) fn new(trainer: &Trainer) -> Result<Self> {
-        // Every rank takes part: the model's variables may be spread over the ranks.
+        // Every rank takes part, because the model's variables may be spread over the ranks.
         let introduction = introduce(trainer)?;
         if !trainer.options.json && trainer.is_first() {
             output::prose(&introduction)?;
@@ -69,7 +69,7 @@ impl Display {
         self.progress.doing(format!(
             "epoch {epoch}/{epochs}  micro-batch size {micro_batch}  {peak}{limit}  loss {loss:.4}"
         ));
-        // Sets the count: repeated steps have counted some samples twice.
+        // Corrects the count, because repeated steps count some samples twice.
         self.progress.reach(trainer.samples_done());
     }
 
@@ -83,8 +83,8 @@ impl Display {
         tell(epoch, trainer)
     }
 
-    /// Describes an automatic size: the sizes that failed, and the one taken if it is new. The first description also
-    /// lists the sizes that were probed.
+    /// Describes the choice of an automatic size: the sizes at which memory ran out, and the size taken, if it is
+    /// new. The first description also lists the sizes that were probed.
     fn sizing(&mut self, decisions: &[Decision], unit: &str) -> Vec<String> {
         let is_try = |decision: &&Decision| matches!(decision.why, Why::Probe | Why::Measure);
         let tried = match self.said {
@@ -121,7 +121,7 @@ pub(super) fn tell(told: &(impl Serialize + fmt::Display), trainer: &Trainer) ->
     }
 }
 
-/// Lists the sizes probed, and the memory needed by the largest that fitted.
+/// Lists the sizes that were probed, and the memory that the largest fitting size needed.
 fn tried(mut decisions: Vec<&Decision>, unit: &str) -> Option<String> {
     decisions.sort_by_key(|decision| decision.size);
     decisions.dedup_by_key(|decision| decision.size);
@@ -212,7 +212,8 @@ pub(super) fn story(trainer: &Trainer) -> String {
     format!("{stopped} and saved to {shown}; resume with\n  {command}")
 }
 
-/// Returns the command that resumes a saved run over `ranks` ranks; the saved run has its own flags.
+/// Returns the command that resumes a saved run over `ranks` ranks. The command needs no other flags, because the
+/// saved run stores them.
 fn command(program: &str, ranks: usize, place: &Path) -> String {
     let launcher = if ranks > 1 { format!("mpirun -n {ranks} ") } else { String::new() };
     let place = quoted(&place.to_string_lossy());

@@ -1,4 +1,5 @@
-//! A model on its devices, with its optimizer: whole on each of them, or in stages as a pipeline.
+//! A model on its devices, with its optimizer. Each device has the whole model, or a pipeline has the model in
+//! stages.
 
 use std::time::Instant;
 
@@ -33,13 +34,13 @@ use crate::setting::{
 pub(super) struct Engine {
     runner: Runner,
     optimizer: Optimizer,
-    /// Averages of the weights, if they are wanted.
+    /// Averages of the weights, if `--ema` is given.
     averages: Option<Ema>,
     clip_norm: Option<f64>,
     /// Dtype of parameters and activations.
     kind: Kind,
     over: MeanOver,
-    /// Memory of the first device of a whole model, which holds the optimizer's state.
+    /// Memory of the first device, which holds the optimizer's state; none for a pipeline.
     memory: Option<Memory>,
     /// Memory limit of each device, if there is one.
     limit: Option<Bytes>,
@@ -64,7 +65,8 @@ enum Runner {
     Staged(Box<Pipeline>),
 }
 
-/// Saved state beside a model: the optimizer's, and that of the weight averages if there are any.
+/// State that is saved beside a model: the optimizer's state, and the state of the weight averages if there are
+/// averages.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
     pub(super) optimizer: (Named, Metadata),
@@ -72,8 +74,8 @@ pub(super) struct Kept {
 }
 
 impl Engine {
-    /// Builds the engine that the options ask for, with the model's initial parameters; `inputs` returns a micro-batch
-    /// to measure layers with.
+    /// Builds the engine that the options ask for, with the model's initial parameters. `inputs` returns a
+    /// micro-batch to measure layers with.
     pub(super) fn new(
         layers: Layers,
         world: &World,
@@ -98,7 +100,7 @@ impl Engine {
         }
     }
 
-    /// Builds `each` replicas of the whole model in each rank.
+    /// Builds an engine in which each device has the whole model, with `each` replicas in this rank.
     fn whole(
         layers: Layers,
         each: usize,
@@ -108,7 +110,7 @@ impl Engine {
     ) -> Result<Self> {
         let devices = options.devices(world, each)?;
         let accounts = match devices[..] {
-            // The account of a single device has the device's own name.
+            // The memory of a single device gets the device's own name.
             [only] => vec![within(Memory::of(only)?, options.memory_limit)?],
             _ => accounts(&devices, options.memory_limit)?,
         };
@@ -125,8 +127,9 @@ impl Engine {
         Ok(Self { memory: Some(memory.clone()), cuda_graphs, ..engine })
     }
 
-    /// Builds a pipeline. Resident stages are balanced by the times of their layers for `inputs`. A fully offloaded
-    /// model is cut as finely as possible, and a planned one as planned.
+    /// Builds a pipeline. If nothing is offloaded, stages are balanced by the times of their layers for `inputs`.
+    /// A fully offloaded model is cut as finely as possible. If only some stages are offloaded, the offload plan
+    /// contains the cut.
     fn staged(
         layers: Layers,
         world: &World,
@@ -154,7 +157,7 @@ impl Engine {
         Ok(Self { offload_text, ..engine })
     }
 
-    /// Adds the optimizer to what runs the steps, and averages of the weights if they are wanted.
+    /// Makes an engine of a runner: adds the optimizer, and averages of the weights if `--ema` is given.
     fn with_optimizer(
         mut runner: Runner,
         devices: Vec<Device>,
@@ -194,19 +197,20 @@ impl Engine {
         self.optimizer.set_learning_rate(rate)
     }
 
-    /// Trains on mini-batches of inputs and targets that make one step together; `ticker` counts samples as their
-    /// losses are computed.
+    /// Takes one step on all of these mini-batches of inputs and targets. `ticker` counts samples as their losses
+    /// are computed.
     pub(super) fn step(
         &mut self,
         batches: Vec<(Rows, Rows)>,
         ticker: Option<Ticker>,
     ) -> brimful::Result<Record> {
         let start = Instant::now();
-        // A CUDA graph does not call the closure when it replays, and a captured closure must do nothing on the host.
+        // The closure of the loss cannot count samples for CUDA graphs: a replay does not call the closure, and a
+        // captured closure must do nothing on the host.
         let ticker = ticker.filter(|_| !self.cuda_graphs);
         let step = self.backward(batches, ticker)?;
         let Self { optimizer, averages, memory, .. } = self;
-        // Each by itself: a retry repeats its closure.
+        // Each call has its own retry, because a retry repeats the whole closure.
         if let Some(length) = self.clip_norm {
             retry_in(memory.as_ref(), || optimizer.clip_gradient_norm(length))?;
         }
@@ -217,7 +221,7 @@ impl Engine {
         optimizer.zero_grad()?;
         let mut record = Record { time: start.elapsed(), ..Record::from(step) };
         if let (Some(memory), Some(Some(first))) = (memory, record.peaks.first_mut()) {
-            // The optimizer's step used the same memory.
+            // The optimizer's step uses the same memory, and can raise its peak.
             *first = (*first).max(memory.usage()?.peak);
         }
         Ok(record)
@@ -240,7 +244,8 @@ impl Engine {
             mean_loss(&out, y, over)
         };
         let batches = match &self.runner {
-            // A pipeline takes inputs in the model's dtype; the others convert each micro-batch on its device.
+            // A pipeline takes inputs in the model's dtype. The other runners convert each micro-batch on its
+            // device.
             Runner::Staged(_) => batches.into_iter().map(|(x, y)| (x.typed(kind), y)).collect(),
             _ => batches,
         };
@@ -271,13 +276,14 @@ impl Engine {
         }
     }
 
-    /// Returns the loss over the samples of all ranks, and which of this rank's predictions are right.
+    /// Returns the loss over the samples of all ranks, and for each of this rank's predictions whether it is
+    /// right. Tests the averaged weights, if there are averages.
     pub(super) fn test(&mut self, batch: (Rows, Rows)) -> brimful::Result<(f64, Tensor)> {
         if let Some(averages) = &mut self.averages {
             retry_in(self.memory.as_ref(), || averages.swap_in())?;
         }
         let tested = self.evaluate(batch);
-        // Swaps back even after an error: training continues with the weights themselves.
+        // Swaps back even after an error, because training continues with the weights themselves.
         self.averages.as_mut().map_or(Ok(()), Ema::swap_out)?;
         tested.map(|step| (step.loss, step.outputs))
     }
@@ -298,8 +304,8 @@ impl Engine {
         }
     }
 
-    /// Returns parameters and statistics by their layers' names; changes to them change the model. In a pipeline over
-    /// ranks, the first rank gets copies of the other ranks' variables.
+    /// Returns the parameters and running statistics, by name. A change to a returned tensor changes the model. In
+    /// a pipeline over ranks, the first rank also gets copies of the other ranks' variables.
     pub(super) fn variables(&self) -> Result<Named> {
         Ok(match (&self.runner, self.store()) {
             (Runner::Staged(pipeline), _) => pipeline.variables()?,
@@ -313,17 +319,18 @@ impl Engine {
         Ok(Kept { optimizer: self.optimizer.state()?, averages })
     }
 
-    /// Loads the state that another run has saved; averages are left out if there are none on one side. Changes nothing
-    /// if it does not fit.
+    /// Loads the model and the state that a run has saved. Loads averages only if both this run and the saved run
+    /// have averages. Fails if the saved model is not this model.
     pub(super) fn load(&mut self, model: Named, kept: &Kept) -> Result<()> {
         let here = self.variables()?;
-        // Over several ranks, a pipeline checks: it knows the other ranks' variables.
+        // A pipeline over several ranks checks the model itself, because only the pipeline knows the other ranks'
+        // variables.
         if self.ranks == 1 || self.store().is_some() {
             check_model(&here, &model)?;
         }
         let Self { optimizer, averages, memory, .. } = self;
-        // Loads the state into the memory account in which the first step would create it, so that the limit counts
-        // it.
+        // Loads the state into the memory in which the first step would create it, so that the state counts
+        // against the limit.
         let (state, texts) = &kept.optimizer;
         retry_in(memory.as_ref(), || optimizer.load_state(state, texts))?;
         if let (Some(averages), Some((state, texts))) = (averages, &kept.averages) {
@@ -335,7 +342,7 @@ impl Engine {
         }
     }
 
-    /// Returns the variables of a whole model.
+    /// Returns the variables of a whole model, or none for a pipeline.
     pub(super) fn store(&self) -> Option<&VarStore> {
         match &self.runner {
             Runner::One { store, .. } => Some(store),
@@ -344,7 +351,7 @@ impl Engine {
         }
     }
 
-    /// Returns the schedule of a model in stages.
+    /// Returns the schedule of a pipeline, or none for a whole model.
     pub(super) fn schedule(&self) -> Option<Schedule> {
         match &self.runner {
             Runner::Staged(pipeline) => Some(pipeline.schedule()),
@@ -425,14 +432,16 @@ impl Runner {
         let each = accounts.len();
         let accounts = accounts.into_iter().map(DeviceSpec::from);
         let first = StepRng::of_first_values()?;
-        // Replicas return a panic's message as an error, and recognise an out-of-memory one.
+        // `Replicas` turns a panic of this closure into an error with the panic's message, and recognises
+        // out-of-memory messages.
         let build = move |root: &Path<'_>| {
             let built = LossModel::build_with_rng(&layers, root, first);
             built.unwrap_or_else(|error| panic!("{error}"))
         };
         let mut replicas =
             Replicas::new(accounts, options.size(), build).context("the model cannot be built")?;
-        // The devices are alike, and a split by measured speed would make results depend on timing.
+        // Gives all devices equal shares. The devices are alike, and shares by measured speed would make results
+        // depend on timing.
         replicas.set_speeds(&vec![1.0; each])?;
         let device = replicas.device();
         let replicas = replicas
@@ -444,7 +453,7 @@ impl Runner {
     }
 }
 
-/// Sets devices, dtype, micro-batches and the like of a pipeline as the options say.
+/// Sets devices, dtype, micro-batches and other settings of a pipeline from the options.
 pub(super) fn set_up(builder: Builder, world: &World, options: &TrainOptions) -> Result<Builder> {
     let stages = &options.stages;
     let devices = options.devices(world, options.ranks.devices(world, stages)?)?;
@@ -464,7 +473,7 @@ pub(super) fn set_up(builder: Builder, world: &World, options: &TrainOptions) ->
     })
 }
 
-/// Makes the optimizer of a whole model's variables, and averages of them with this decay.
+/// Makes the optimizer for a whole model's variables, and their averages if a decay `ema` is given.
 fn optimizer_of(
     store: &VarStore,
     ema: Option<f64>,
@@ -475,8 +484,8 @@ fn optimizer_of(
     Ok((optimizer.cuda_graphs(!options.no_cuda_graphs), averages))
 }
 
-/// Runs work of the optimizer in the memory of a whole model, and once more if memory ran out. The stages of a pipeline
-/// have memories of their own.
+/// Runs work of the optimizer in this memory. If memory runs out, runs the work once more. A pipeline gives no
+/// memory, because its workers run the work in the memories of their stages.
 fn retry_in<T>(
     memory: Option<&Memory>,
     mut work: impl FnMut() -> brimful::Result<T>,
@@ -515,7 +524,7 @@ fn names(devices: &[Device]) -> String {
     names.join(", ")
 }
 
-/// Returns the names that a pipeline's and several replicas' devices have in reports.
+/// Returns names for reports: of the devices of a pipeline, or of several replicas.
 fn numbered(devices: usize) -> Vec<String> {
     (0..devices).map(|number| format!("device {number}")).collect()
 }

@@ -80,7 +80,7 @@ fn train(trainer: &mut Trainer) -> Result<Exit> {
     let mut checkpoints = trainer.takes_part_in_saves().then(|| Checkpoints::new(trainer));
     let mut logs = open_logs(trainer)?;
     loop {
-        // Comes first, because a resumed run may still have to test and save after its last step.
+        // This call comes first, because a resumed run may still have to test and save after its last step.
         look(trainer, &mut display, &mut checkpoints, &mut logs)?;
         if trainer.is_over() {
             break;
@@ -162,7 +162,7 @@ fn look(
     }
 }
 
-/// Refuses exact BatchNorms over several devices: they need all samples on one.
+/// Refuses exact BatchNorms on several devices, because they need all samples on one device.
 fn check_batch_norm(options: &TrainOptions) -> Result<()> {
     let is_exact = options.batch_norm == Some(NormStatistics::Exact);
     let stages = options.stages.stages.unwrap_or(1);
@@ -175,7 +175,7 @@ fn check_batch_norm(options: &TrainOptions) -> Result<()> {
     Ok(())
 }
 
-/// Refuses updates in the backward over several devices.
+/// Refuses updates in the backward on several devices.
 fn check_updates(options: &TrainOptions) -> Result<()> {
     let stages = options.stages.stages.unwrap_or(1);
     let replicas = options.ranks.replicas;
@@ -220,7 +220,7 @@ fn check_ranks(world: &World, options: &TrainOptions) -> Result<()> {
 /// Refuses ranks with different options, which would train different models.
 fn check_same(world: &World, options: &TrainOptions) -> Result<()> {
     let all = world.share("the flags of the run", &run_flags::shared_metadata(options))?;
-    // Paths may differ between machines.
+    // Paths may differ between the machines of the ranks.
     let is_place = |flag: &str| ["adapter", "data", "model"].contains(&flag);
     let flags = || all.iter().flat_map(|told| told.keys()).filter(|flag| !is_place(flag));
     let differing = all.iter().enumerate().find_map(|(rank, told)| {

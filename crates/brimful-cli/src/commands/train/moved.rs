@@ -1,5 +1,5 @@
-//! Fingerprints of data and model folders. They recognise the same content at a new path, and other content at the old
-//! path.
+//! Fingerprints of data and model folders. With them, a resumed run recognises unchanged content at a new path,
+//! and changed content at the old path.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -12,7 +12,8 @@ use crate::setting::ModelSource;
 
 /// Bytes at the beginning of a file that its fingerprint covers.
 const BEGINNING: u64 = 1 << 20;
-/// Number of a folder's files whose sizes and samples count; the others count by name only.
+/// Limit on the number of a folder's files whose sizes and samples the fingerprints cover. Fingerprints cover only
+/// the names of the other files.
 const SIZED: usize = 1000;
 /// Number of pieces sampled from all files together; each file has at least one.
 const PIECES: u64 = 64;
@@ -31,7 +32,7 @@ const SAMPLED: &str = "-sampled";
 pub(super) enum Content {
     Same,
     Other,
-    /// One of the two has no fingerprint.
+    /// The content now, or the content then, has no fingerprint.
     Unknown,
 }
 
@@ -74,7 +75,8 @@ pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: boo
         let key = format!("{flag}{suffix}");
         Some(then.get(&key)? == now.get(&key)?)
     };
-    // A model's folder may have new files that a training does not read. At the same path, only samples are compared.
+    // A model's folder may have new files that a training does not read. So if the path of a model or an adapter
+    // is unchanged, only samples are compared.
     let content = is_same(CONTENT).filter(|_| is_moved || flag == "data");
     match (content, is_same(SAMPLED)) {
         (None, None) => Content::Unknown,
@@ -83,8 +85,9 @@ pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: boo
     }
 }
 
-/// Computes two fingerprints. The first covers a file's size and beginning, or the names and sizes in a folder. The
-/// second covers samples of the files that are read. Returns none for pipes, which can be read only once.
+/// Computes two fingerprints. The first covers a file's size and beginning, or the names and sizes in a folder.
+/// The second covers samples of the files for which `is_read` returns true. Returns none for pipes, which can be
+/// read only once.
 fn marks(path: &Path, is_read: IsRead) -> io::Result<Option<[String; 2]>> {
     let found = fs::metadata(path)?;
     if found.is_file() {

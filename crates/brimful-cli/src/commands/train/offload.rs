@@ -1,4 +1,5 @@
-//! Offloading of some or all of a model to the host: the flag, and the decision for a model and the free memory.
+//! Offloading of some or all stages of a model to the host: the values of `--offload`, and the decision by the
+//! model's bytes and the memory of the devices.
 
 use anyhow::Result;
 use brimful::balance;
@@ -31,7 +32,7 @@ shown_as_given!(OffloadArgument);
 /// Inputs to measure layers with.
 #[derive(Debug)]
 pub(super) struct MeasuredInputs {
-    /// Inputs of one micro-batch; its size is a guess if it is automatic.
+    /// Inputs of one micro-batch. If micro-batch sizes are automatic, the size here is a guess.
     pub(super) micro_batch: Tensor,
     /// Targets of these inputs.
     pub(super) targets: Tensor,
@@ -80,7 +81,7 @@ pub(super) fn settle(
     }
 }
 
-/// Measures the layers, and plans.
+/// Measures the layers, and plans which stages to offload.
 fn plan(
     layers: &Layers,
     device: Device,
@@ -120,8 +121,8 @@ pub(super) fn builder(
     })
 }
 
-/// Returns whether offloading cannot be planned stage by stage: ranks and replicas would each measure their own plan,
-/// while exact BatchNorms and a given schedule cut stages of their own.
+/// Returns whether only all layers or none can be offloaded. With several ranks or replicas, each would measure
+/// its own plan. With exact BatchNorms or a given schedule, a plan may not choose the stages.
 fn is_all_or_nothing(world: &World, options: &TrainOptions) -> bool {
     world.size() * options.ranks.replicas > 1
         || options.batch_norm == Some(NormStatistics::Exact)
@@ -147,8 +148,9 @@ pub(super) struct LeastBytes {
     pub(super) resident: u64,
     /// Bytes of the largest layer, its gradients and its optimizer state: the largest stage of the finest cut.
     pub(super) of_stage: u64,
-    /// Bytes when fully offloaded. These are the weights and gradients of the two largest layers, because one computes
-    /// while the other is transferred. The update adds gradients and optimizer state of the largest layer.
+    /// Bytes when fully offloaded. These are the weights and gradients of the two largest layers, because one
+    /// layer computes while the other is transferred. The update adds gradients and optimizer state of the largest
+    /// layer.
     pub(super) offloaded: u64,
 }
 

@@ -174,14 +174,15 @@ impl TrainOptions {
         files
     }
 
-    /// Returns the folder to save a folder's model to. `None` if the path looks like a file: the run is then saved to
-    /// that file.
+    /// Returns the folder of `--save`, if the model is from a folder. Returns none if the path looks like a file:
+    /// the run is then saved to that file.
     pub(super) fn saved_folder(&self) -> Option<&Path> {
         let is_folders = matches!(self.model, ModelSource::Folder(_));
         self.files.save.as_deref().filter(|path| is_folders && is_folder(path))
     }
 
-    /// Returns whether the run is saved, or may be by another rank: saves are collective.
+    /// Returns whether this rank takes part in saves. Saves are collective: with several ranks, each takes part,
+    /// because another rank may have `--save`.
     pub(super) fn takes_part_in_saves(&self, world: &World) -> bool {
         self.files.save.is_some() || world.size() > 1
     }
@@ -307,7 +308,7 @@ impl Length {
     }
 }
 
-/// Returns whether `steps` is a multiple of `every`, if that is given.
+/// Returns whether `every` is given and `steps` is a multiple of it.
 pub(super) fn is_due(every: Option<usize>, steps: usize) -> bool {
     every.is_some_and(|every| steps.is_multiple_of(every))
 }
@@ -374,7 +375,7 @@ impl GradientDtype {
 }
 
 impl Stages {
-    /// Refuses impossible combinations, and stage options without stages.
+    /// Refuses impossible combinations, and flags of a pipeline if there is no pipeline.
     pub(super) fn check(&self) -> Result<()> {
         let is_cut = self.stages.is_some() || self.offload == OffloadArgument::All;
         if !is_cut {
@@ -460,7 +461,7 @@ pub struct RunFiles {
 }
 
 impl RunFiles {
-    /// Lists the given files, each with its flag; `--save` may name a folder.
+    /// Lists the given files, each with its flag. `saves_folder` is true if `--save` names a folder.
     pub(super) fn flag_files(&self, saves_folder: bool) -> Vec<FlagFile> {
         let log = self.events.as_ref().map(|folder| log_files::events_file(folder));
         // A resumed run cuts its logs back to where it resumes, and overwrites its own files.
@@ -505,7 +506,7 @@ impl RunFiles {
     }
 }
 
-/// Files kept beside that of the last save.
+/// Value of `--keep`: which files of saves are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
     Last,

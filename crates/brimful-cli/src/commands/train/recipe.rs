@@ -1,5 +1,5 @@
-//! Updates of the parameters: the optimizer, its learning rate, and changes to gradients and weights; and the default
-//! settings for fine-tuning a folder's weights, each with its reason.
+//! Updates of the parameters: the optimizer, its learning rate, and changes to gradients and weights. Also the
+//! default settings for fine-tuning a folder's weights, each with its reason.
 
 use anyhow::Result;
 use brimful::optim::{Adafactor, Adam, AdamW, Method, Muon, RateCurve, Sgd, StateFormat};
@@ -69,7 +69,7 @@ pub(super) enum TunedWeights {
     Lora,
 }
 
-/// Steps of fine-tuning for each step of its warm-up.
+/// Number of all steps of a fine-tuning for each step of its default warm-up.
 const STEPS_PER_WARMUP: usize = 33;
 
 impl Recipe {
@@ -249,7 +249,7 @@ shown_as_given!(Decay);
 /// Default limit on the tokens of a mini-batch, with every sample counted at its greatest length.
 const BATCH_TOKENS: i64 = 16_384;
 
-/// Defaults of a fine-tuning; none for a training from scratch.
+/// Default settings of a fine-tuning, or none for a training from scratch.
 #[derive(Debug)]
 pub(super) struct UsualSettings(Option<Tuning>);
 
@@ -348,7 +348,7 @@ impl Tuning {
     }
 }
 
-/// Returns the reason for the dtype of a training from weights stored in this dtype.
+/// Returns the reason for the default dtype of a fine-tuning, by the dtype of the stored weights.
 fn stored_as(kind: Kind) -> &'static str {
     match kind {
         Kind::Half => "the weights are stored in f16, which cannot be trained",

@@ -62,7 +62,8 @@ fn settings(
     if let Some(schedule) = engine.schedule() {
         settings.push(("schedule", schedule.to_string()));
         let recompute = match stages.recompute.unwrap_or_default() {
-            // Offloaded stages always recompute activations, and a plan chooses for each of the others.
+            // Offloaded stages always recompute activations, and an offload plan chooses for each of the other
+            // stages.
             Recompute::Never | Recompute::ExceptLast if engine.uses_host() => {
                 "chosen for each stage".into()
             }

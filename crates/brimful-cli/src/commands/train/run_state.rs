@@ -15,7 +15,7 @@ use crate::saved_weights::EPOCH;
 
 /// Metadata key of the steps done in the current epoch.
 const STEP: &str = "step";
-/// Metadata key of the part of the epoch's loss that these steps contributed.
+/// Metadata key of the part of the current epoch's mean loss that its steps contributed so far.
 const LOSS: &str = "loss";
 /// Metadata key of the peak learning rate.
 const LEARNING_RATE: &str = "learning-rate";
@@ -50,7 +50,7 @@ impl RunState {
         told
     }
 
-    /// Reads the metadata of a saved run; `rate` is the learning rate of the command line, if it has one.
+    /// Reads the metadata of a saved run. `rate` is the learning rate on the command line, if one is given.
     pub(super) fn read(metadata: &Metadata, rate: Option<f64>) -> Result<Self> {
         let epoch = number(metadata, EPOCH)?;
         let rate = rate.map_or_else(|| number(metadata, LEARNING_RATE), Ok)?;
@@ -76,7 +76,7 @@ pub(super) struct Running {
     pub(super) retries: usize,
     /// Changes of an automatic size, with their reasons.
     pub(super) decisions: Vec<Decision>,
-    /// Samples that this process has trained on, and the time that it took.
+    /// Samples of the epoch that this process has trained on, and the time of their steps.
     samples: usize,
     time: Duration,
 }
@@ -120,7 +120,7 @@ const LAST_STEP: &str = "tested-step";
 pub(super) struct TestsSoFar {
     /// Lowest loss, and the step after which it was found.
     pub(super) best: Option<(f64, usize)>,
-    /// Number of tests since then.
+    /// Number of tests since the test with the lowest loss.
     pub(super) since_best: usize,
     /// Step of the last test.
     pub(super) last: Option<usize>,
@@ -140,7 +140,7 @@ impl TestsSoFar {
         better
     }
 
-    /// Returns whether the last `tests` tests were no better than the best.
+    /// Returns whether none of the last `tests` tests found a new lowest loss.
     pub(super) fn stopped_improving(&self, tests: Option<usize>) -> bool {
         tests.is_some_and(|tests| self.since_best >= tests)
     }
@@ -160,7 +160,7 @@ impl TestsSoFar {
         told
     }
 
-    /// Reads the metadata of a saved run; without any, there were no tests.
+    /// Reads the metadata of a saved run. Without these keys, there were no tests.
     pub(super) fn read(metadata: &Metadata) -> Self {
         let number = |key: &str| metadata.get(key)?.parse().ok();
         let loss = metadata.get(BEST_LOSS).and_then(|text| text.parse().ok());
@@ -172,8 +172,8 @@ impl TestsSoFar {
     }
 }
 
-/// Cut of an epoch into mini-batches of one size, and a smaller one of the rest. Several mini-batches make a step.
-/// Ranges are computed on demand, since there may be too many steps to keep in memory.
+/// Cut of an epoch into mini-batches of one size, and a smaller mini-batch of the rest. One or more mini-batches
+/// make a step. Ranges are computed on demand, because there may be too many steps to keep in memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EpochCut {
     samples: usize,
@@ -184,7 +184,8 @@ pub(super) struct EpochCut {
 }
 
 impl EpochCut {
-    /// Cuts this many samples into mini-batches of `batch_size`, or of all samples if there are fewer.
+    /// Cuts `samples` samples into mini-batches of `batch_size`. If there are fewer samples, one mini-batch has
+    /// them all.
     pub(super) fn new(samples: usize, batch_size: usize, accumulate: usize) -> Self {
         Self { samples, size: batch_size.clamp(1, samples.max(1)), accumulate }
     }

@@ -1,5 +1,5 @@
-//! A training run in one safetensors file: the model under its own names, with the optimizer's state and the run's
-//! options beside it. In a model's folder, the file has only what the folder's own files lack.
+//! A training run in one safetensors file: the model's tensors under their own names, the optimizer's state, and
+//! the run's options. In a model's folder, the file has only the tensors that the folder's other files lack.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -26,12 +26,13 @@ use crate::saved_weights::{
 /// Metadata key of the number of samples in an epoch.
 const SAMPLES: &str = "samples";
 
-/// A run as it is after a step. It shares the trainer's tensors, which the next step changes.
+/// A run as it is after a step. It shares the trainer's tensors, so it must be written before the next step
+/// changes them.
 #[derive(Debug)]
 pub(super) struct SavedRun {
     tensors: Named,
     metadata: Metadata,
-    /// Model of a folder, if it is saved to one.
+    /// Model to write, if the run is saved to a folder.
     model: Option<SavedModel>,
 }
 
@@ -40,7 +41,7 @@ pub(super) struct SavedRun {
 struct SavedModel {
     tensors: Named,
     folder: Arc<FineTune>,
-    /// True if the run continues, and so is saved beside the model.
+    /// True if the run is not over, so that the run's file is written beside the model.
     goes_on: bool,
 }
 
@@ -50,7 +51,7 @@ impl SavedRun {
         Self::with(trainer, !trainer.is_over())
     }
 
-    /// Takes the best run so far; a folder gets its model alone.
+    /// Takes the run as the best so far. For a folder, takes only the model.
     pub(super) fn of_best(trainer: &Trainer) -> Result<Self> {
         Self::with(trainer, false)
     }
@@ -73,7 +74,7 @@ impl SavedRun {
         Ok(Self { model: Some(model), ..run })
     }
 
-    /// Takes the model alone, with averages in place of weights if there are any.
+    /// Takes only the model. If there are averages, takes them in place of the weights.
     fn of_model(trainer: &Trainer, folder: &FineTune) -> Result<Named> {
         let mut tensors = trainer.engine.variables()?;
         tensors.retain(|(name, _)| folder.writes(name));
@@ -87,7 +88,7 @@ impl SavedRun {
         Ok(tensors)
     }
 
-    /// Takes the whole run; of the model, only the wanted tensors.
+    /// Takes the whole run, but only the wanted tensors of the model.
     fn of_run(trainer: &Trainer, is_wanted: impl Fn(&str) -> bool) -> Result<Self> {
         let Kept { optimizer, averages } = trainer.engine.kept()?;
         let mut tensors = trainer.engine.variables()?;
@@ -107,10 +108,10 @@ impl SavedRun {
         Ok(Self { tensors, metadata, model: None })
     }
 
-    /// Writes a file beside its place and returns it to be renamed. Writes a folder into place at once and returns
-    /// none.
+    /// Writes a file beside its place, and returns it so that the caller renames it. Writes a folder directly into
+    /// place, and returns none.
     pub(super) fn write(&self, path: &Path) -> brimful::Result<Option<WrittenFile>> {
-        // The place is locked by this run: anything left there is from one that was killed.
+        // This run has locked the place, so a left-over file is from a run that was killed.
         save::remove_left_over(path);
         let run = |path: &Path| save::write(path, &self.tensors, &self.metadata);
         match &self.model {
@@ -122,7 +123,7 @@ impl SavedRun {
     }
 }
 
-/// Loads a run from its file or folder. Changes nothing if it does not fit.
+/// Loads a run from its file or folder. Fails if the run does not fit the model, the options or the data.
 pub(super) fn load(path: &Path, trainer: &mut Trainer) -> Result<()> {
     let file = run_file(path);
     ensure!(file == path || file.exists(), "{}", without_run(path));
@@ -184,7 +185,7 @@ fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Resu
         running.steps,
         trainer.steps()
     );
-    // Data may grow between epochs; within one, samples would be repeated or skipped.
+    // Data may grow between epochs. If data grew within an epoch, samples would be repeated or skipped.
     let (then, now) = (metadata.get(SAMPLES), trainer.dataset.train.len().to_string());
     ensure!(
         running.steps == 0 || then.is_none_or(|then| *then == now),
@@ -220,7 +221,7 @@ fn class_names(trainer: &Trainer) -> Result<Option<String>> {
     Ok((!names.is_empty()).then(|| serde_json::to_string(names)).transpose()?)
 }
 
-/// Returns the tensors and texts whose names have this prefix, without it.
+/// Returns the tensors and metadata whose names have this prefix, and removes the prefix.
 fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata) {
     let text = |(key, text): (&String, &String)| {
         Some((key.strip_prefix(prefix)?.to_owned(), text.clone()))
@@ -241,14 +242,14 @@ fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> 
     Ok(())
 }
 
-/// Checks that a run resumes with the options and the model that it began with; a path may change if its content is
-/// the same.
+/// Checks that a run resumes with the options and the model that it began with. A path may change if the content
+/// is the same.
 fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
     let (mut then_told, mut now_told) = (Vec::new(), Vec::new());
     let (mut again, mut out) = (Vec::new(), Vec::new());
     for (flag, now) in run_flags::shared(&trainer.options) {
         let then = metadata.get(flag).map(|text| {
-            // Reads the format of older files too.
+            // Older files have a batch size as `samples(N)`.
             text.trim_start_matches("samples(").trim_end_matches(')')
         });
         let is_moved = then != now.as_deref();
@@ -289,7 +290,8 @@ fn remedy(again: &[String], out: &[String]) -> String {
     }
 }
 
-/// Loads the file's weights into the model. With `partial`, loads only those that fit by name and shape.
+/// Loads the file's weights into the model. If `partial` is true, loads only the weights that fit by name and
+/// shape.
 pub(super) fn initialize(path: &Path, partial: bool, trainer: &mut Trainer) -> Result<()> {
     let weights = SavedWeights::read(path)
         .map(SavedWeights::into_tensors)

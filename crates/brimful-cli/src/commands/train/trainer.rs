@@ -1,4 +1,5 @@
-//! The training loop: an epoch of steps, each one mini-batch, and a test.
+//! The training loop: an epoch of steps, and a test. Each step trains on one mini-batch, or on several with
+//! `--accumulate`.
 
 use std::mem;
 use std::ops::Range;
@@ -34,7 +35,7 @@ use crate::setting::{MeanOver, counted};
 #[derive(Debug)]
 pub struct Trainer {
     pub(super) options: TrainOptions,
-    /// Settings that the options left to their defaults.
+    /// Default settings of a fine-tuning, for options that were not given.
     pub(super) usual: UsualSettings,
     /// Layers of the model, whose sizes advice depends on.
     pub(super) layers: Layers,
@@ -46,7 +47,7 @@ pub struct Trainer {
     parts: usize,
     pub(super) dataset: Dataset,
     pub(super) cut: EpochCut,
-    /// Automatic micro-batch size last taken.
+    /// Last automatic micro-batch size.
     found: Option<usize>,
     pub(super) state: RunState,
     /// Recorder of the steps, if a record is requested.
@@ -61,7 +62,7 @@ pub struct Trainer {
 #[derive(Debug, Clone, Serialize)]
 pub struct Epoch {
     pub epoch: usize,
-    /// Mean training loss over its samples.
+    /// Mean training loss over the samples of the epoch.
     pub loss: f64,
     pub test_loss: f64,
     pub test_accuracy: f64,
@@ -132,7 +133,8 @@ impl Trainer {
         })
     }
 
-    /// Returns the unit of automatic sizes: sequences of unlike length are cut by tokens.
+    /// Returns the unit of automatic sizes. The unit is tokens for sequences of unlike length, because these are
+    /// cut by tokens.
     pub(super) fn unit_of_sizes(&self) -> &'static str {
         match self.dataset.train.mean_over() {
             MeanOver::Samples => "samples",
@@ -140,7 +142,7 @@ impl Trainer {
         }
     }
 
-    /// Returns whether the run is saved, or may be by another rank.
+    /// Returns whether this rank takes part in saves, which are collective.
     pub(super) fn takes_part_in_saves(&self) -> bool {
         self.options.takes_part_in_saves(&self.world)
     }
@@ -176,7 +178,7 @@ impl Trainer {
         all / self.steps() * self.dataset.train.len() + self.cut.samples_of(all % self.steps())
     }
 
-    /// Returns whether all steps of the current epoch are done, and its results remain to be reported.
+    /// Returns whether all steps of the current epoch are done. The epoch's results are then not yet reported.
     pub(super) fn is_epoch_over(&self) -> bool {
         self.state.running.steps == self.steps()
     }
@@ -186,7 +188,7 @@ impl Trainer {
         self.steps_done() >= self.all_steps() || self.has_stopped_improving()
     }
 
-    /// Says why the training is complete, and which flag gives more.
+    /// Says why the training is complete, and which flag would continue it.
     pub(super) fn why_over(&self) -> String {
         let epochs = self.options.length.epochs(self.steps());
         let steps = self.steps_done();
@@ -213,7 +215,7 @@ impl Trainer {
         self.state.tests.stopped_improving(self.options.length.stop_after)
     }
 
-    /// Returns whether a test is due within an epoch; after the last step there is always one.
+    /// Returns whether a test is due within an epoch. After the last step of the training, a test is always due.
     pub(super) fn is_test_due(&self) -> bool {
         let steps = self.steps_done();
         let due = is_due(self.options.length.eval_every, steps) || steps == self.all_steps();
@@ -241,7 +243,7 @@ impl Trainer {
         }
     }
 
-    /// Takes the next step of the epoch, which the caller records; `ticker` counts its samples while it runs.
+    /// Takes the next step of the epoch. The caller records the step. `ticker` counts samples while the step runs.
     ///
     /// The order of each epoch and the random numbers of each step have their own seeds. A repeated or resumed step has
     /// the same seeds.
@@ -255,14 +257,14 @@ impl Trainer {
         let rate = self.learning_rate();
         self.engine.set_learning_rate(rate)?;
         let batches = self.bring()?;
-        // With several parts, this rank's samples are not all of the step's.
+        // If the ranks divide mini-batches, this rank's samples are not all samples of the step.
         let ticker = ticker.filter(|_| self.parts == 1);
         let step = self.engine.step(batches, ticker).map_err(|error| self.advise(error))?;
         self.note(&step, start.elapsed());
         Ok(step)
     }
 
-    /// Loads the mini-batches of the next step, and starts preparing those of the one after it.
+    /// Loads the mini-batches of the next step, and starts to prepare the mini-batches of the step after it.
     fn bring(&mut self) -> Result<Vec<(Rows, Rows)>> {
         let (epoch, step) = (self.state.epoch, self.state.running.steps);
         let requests = self.requests(epoch, step)?;
@@ -291,7 +293,7 @@ impl Trainer {
     }
 
     fn note(&mut self, step: &Record, time: Duration) {
-        // Counts the requested samples: an unreadable image is missing from those that were loaded.
+        // Counts the requested samples, because unreadable images are missing from the loaded samples.
         let steps = self.state.running.steps;
         let samples = self.cut.samples_of(steps + 1) - self.cut.samples_of(steps);
         let share = samples as f64 / self.dataset.train.len() as f64;
@@ -342,8 +344,8 @@ impl Trainer {
     fn judge(&mut self) -> Result<(f64, f64)> {
         let largest = self.cut.largest();
         let at_once = self.dataset.test.at_once(largest);
-        // A model in stages keeps all activations between two stages on the device, so this takes no more samples
-        // than a step.
+        // A model in stages keeps all activations between two stages on the device, so a test takes no more
+        // samples at once than a step.
         let at_once = if self.engine.schedule().is_some() { at_once.min(largest) } else { at_once };
         let cut = EpochCut::new(self.dataset.test.len(), at_once, 1);
         let (mut losses, mut counts) = (Vec::new(), vec![0.0]);
@@ -364,7 +366,7 @@ impl Trainer {
             counts[0] += right.to_kind(Kind::Double).sum(Kind::Double).double_value(&[]);
             losses.push(loss);
         }
-        // Sums over all ranks. The ranks of one pipeline all count its samples, which leaves the ratio unchanged.
+        // Sums over all ranks. All ranks of one pipeline count the pipeline's samples; the ratio stays the same.
         let all = Tensor::from_slice(&counts);
         self.world.sum(&[all.shallow_clone()])?;
         let counts = Vec::<f64>::try_from(all)?;
