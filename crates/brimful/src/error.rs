@@ -46,7 +46,7 @@ pub enum Error {
     DoesNotFit {
         /// Sizes that were tried.
         tried: Vec<usize>,
-        /// Predicted need of one sample, where it is known.
+        /// Predicted need of one sample, if it is known.
         needed: Option<Bytes>,
         /// Bytes that were free.
         available: Bytes,

@@ -53,7 +53,7 @@ impl OutOfMemory {
         self.place == Place::Host
     }
 
-    /// Returns the bytes by which the request was too large, where all numbers are known.
+    /// Returns the bytes by which the request was too large, if all numbers are known.
     pub(crate) fn lacking(&self) -> Option<Bytes> {
         let wanted = self.in_use?.0.saturating_add(self.asked?.0);
         Some(Bytes(wanted.saturating_sub(self.limit?.0)))

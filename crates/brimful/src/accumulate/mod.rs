@@ -1,11 +1,11 @@
 //! Accumulation of gradients over micro-batches, with an atomic commit.
 //!
-//! Before a step, the existing gradients are set aside, so that autograd makes new ones. The new ones are the
-//! step's own: on success they are scaled and added to the existing ones, on failure they are dropped and the
-//! existing ones are restored. Nothing is copied.
+//! Before a step, the existing gradients are set aside, so that autograd makes new ones, which are the step's own.
+//! On success, the new gradients are scaled and added to the existing ones. On failure, the new gradients are
+//! dropped and the existing ones are restored. Nothing is copied.
 //!
-//! Terms of a loss whose denominators are known only at the end need sums of their own ([`Sums`] has one list
-//! for each group), because one sum cannot be divided by two numbers.
+//! The denominators of some terms of a loss are known only at the end. Such terms need sums of their own, because
+//! one sum cannot be divided by two numbers: [`Sums`] has one list for each group of terms.
 
 mod others;
 mod part;

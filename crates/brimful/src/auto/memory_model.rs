@@ -16,8 +16,8 @@ impl Line {
         (self.fixed + self.per_sample * samples as f64).max(0.0) as u64
     }
 
-    /// Returns the largest number of samples whose need is within the budget; 0 where the fixed part
-    /// exceeds it.
+    /// Returns the largest number of samples whose need is within the budget; 0 if the fixed part exceeds the
+    /// budget.
     pub(crate) fn largest(&self, budget: u64) -> usize {
         let left = budget as f64 - self.fixed;
         if left <= 0.0 { 0 } else { (left / self.per_sample) as usize }
@@ -46,7 +46,7 @@ const EXTRAPOLATE_FACTOR: usize = 8;
 /// The line is extrapolated that far only if it predicts at least 4 times the need there: then samples, not
 /// the fixed part, make up most of the measured need, and the slope is reliable.
 const EXTRAPOLATE_MIN_GROWTH: u64 = 4;
-/// Needs have a bend where a sample costs over 1.5 times its cost at smaller sizes.
+/// Needs have a bend at the size from which a sample costs over 1.5 times its cost at smaller sizes.
 const BEND_FACTOR: f64 = 1.5;
 
 impl MemoryModel {

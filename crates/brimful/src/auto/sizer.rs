@@ -78,7 +78,7 @@ impl Sizer {
         self.models.iter().any(|model| model.line().is_none())
     }
 
-    /// Returns the needs of samples, where they have been measured.
+    /// Returns the needs of samples; `None` if they are not measured in every memory.
     pub(crate) fn lines(&self) -> Option<Vec<Line>> {
         self.models.iter().map(|model| (model.largest_seen() > 0).then(|| model.line())?).collect()
     }
@@ -93,8 +93,8 @@ impl Sizer {
         let pairs = || self.models.iter().zip(free_memories);
         let fits = pairs().map(|(model, free_memory)| model.largest(free_memory.budget));
         let fits = fits.min_by_key(|fits| fits.unwrap_or(0)).flatten();
-        // A lone micro-batch has no gradients beside it: the whole mini-batch may fit where micro-batches
-        // of that size in a larger one would not.
+        // A lone micro-batch has no gradients beside it. So the whole mini-batch may fit, although micro-batches
+        // of that size would not fit in a larger mini-batch.
         let holds_all = |(model, free_memory): (&MemoryModel, &FreeMemory)| {
             model.holds_all(samples, free_memory.budget)
         };

@@ -103,8 +103,8 @@ impl Sizes {
         let lines: Option<Vec<Line>> = (0..memories).map(line).collect();
         let sizes =
             akin().filter_map(|(other, sizer)| Some((other.elements(), sizer.policy.best()?)));
-        // Only the nearest shape counts: kernels, and so the fastest size, change with the length of a
-        // sample.
+        // Only the nearest shape counts, because kernels, and with them the fastest size, change with the length
+        // of a sample.
         let nearest = sizes.min_by_key(|(elements, _)| elements.abs_diff(kind.elements()));
         match (lines, nearest) {
             (Some(lines), Some((elements, best))) => {
@@ -233,7 +233,7 @@ struct RememberedSize {
     found: Finding,
 }
 
-/// Reads this model's sizes; `None` where the file is not one of brimful's.
+/// Reads this model's sizes; `None` if the file is not one of brimful's.
 fn read(path: &Path, identity: &Identity) -> Option<HashMap<Kind, Finding>> {
     let mine = entries(path)?.into_iter().filter(|entry| entry.identity == *identity);
     let sound = mine.filter(|entry| is_sound(&entry.found));

@@ -224,8 +224,8 @@ proptest! {
     ) {
         let mut world = World::new(Goal::Largest, samples, fixed + per_sample * fits.max(2));
         (world.fixed, world.per_sample) = (fixed, per_sample);
-        // The margin is a part of all free memory: where the fixed part takes nearly all of it, no fixed
-        // share of the rest can be promised.
+        // The margin is a part of all free memory: if the fixed part takes nearly all of it, no fixed share of the
+        // rest can be promised.
         prop_assume!(per_sample * fits > fixed);
         world.steps(5);
         let (size, _) = world.step();

@@ -131,7 +131,7 @@ impl<B: Batch, const N: usize> Batch for [B; N] {
     }
 }
 
-/// Only for `BTreeMap`: the items of a `HashMap` would have another order in every micro-batch.
+/// `BTreeMap` only, because the items of a `HashMap` would have another order in every micro-batch.
 impl<K: Clone + Ord + Display + Send, B: Batch> Batch for BTreeMap<K, B> {
     fn visit<'a>(&'a self, f: Visitor<'_, 'a>) {
         self.values().for_each(|value| value.visit(f));

@@ -14,9 +14,9 @@ use brimful_plan::split::{self, SplitError};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Samples {
     count: usize,
-    /// Tokens of each sample, where samples are sequences of different lengths.
+    /// Tokens of each sample, if samples are sequences of different lengths.
     lengths: Option<Vec<usize>>,
-    /// Position of each of the user's samples in this order; empty where the order is the user's own.
+    /// Position of each of the user's samples in this order; empty if the order is the user's own.
     #[serde(skip)]
     places: Vec<i64>,
 }
@@ -31,7 +31,7 @@ impl Samples {
         self.count
     }
 
-    /// Returns the tokens of each sample, where samples are sequences of different lengths.
+    /// Returns the tokens of each sample, if samples are sequences of different lengths.
     pub(crate) fn lengths(&self) -> Option<&[usize]> {
         self.lengths.as_deref()
     }

@@ -16,7 +16,7 @@ pub fn bias_gelu(x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     reported(bias_activation(x, bias, Activation::GeluExact))
 }
 
-/// As [`bias_gelu`], with the GELU approximated by a hyperbolic tangent, as in GPT-2.
+/// Computes [`bias_gelu`] with the GELU approximated by a hyperbolic tangent, as in GPT-2.
 ///
 /// # Errors
 /// As [`bias_gelu`].

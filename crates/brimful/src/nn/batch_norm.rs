@@ -189,26 +189,26 @@ impl BatchNorm {
         reported(batch_norm_relu_pool(&self.over(input, &movement)))
     }
 
-    /// As [`f_forward_relu`](Self::f_forward_relu).
+    /// Calls [`f_forward_relu`](Self::f_forward_relu).
     ///
     /// # Panics
-    /// If that fails.
+    /// When that call fails.
     pub fn forward_relu(&self, input: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_relu(input, train))
     }
 
-    /// As [`f_forward_add_relu`](Self::f_forward_add_relu).
+    /// Calls [`f_forward_add_relu`](Self::f_forward_add_relu).
     ///
     /// # Panics
-    /// If that fails.
+    /// When that call fails.
     pub fn forward_add_relu(&self, input: &Tensor, residual: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_add_relu(input, residual, train))
     }
 
-    /// As [`f_forward_join_relu`](Self::f_forward_join_relu).
+    /// Calls [`f_forward_join_relu`](Self::f_forward_join_relu).
     ///
     /// # Panics
-    /// If that fails.
+    /// When that call fails.
     pub fn forward_join_relu(
         &self,
         input: &Tensor,
@@ -219,10 +219,10 @@ impl BatchNorm {
         or_panic(self.f_forward_join_relu(input, other, other_input, train))
     }
 
-    /// As [`f_forward_relu_pool`](Self::f_forward_relu_pool).
+    /// Calls [`f_forward_relu_pool`](Self::f_forward_relu_pool).
     ///
     /// # Panics
-    /// If that fails.
+    /// When that call fails.
     pub fn forward_relu_pool(&self, input: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_relu_pool(input, train))
     }
@@ -324,10 +324,10 @@ pub fn f_second_use(tensor: &Tensor) -> Result<Tensor> {
     Ok(batch_norm::second_use(tensor)?)
 }
 
-/// As [`f_second_use`].
+/// Calls [`f_second_use`].
 ///
 /// # Panics
-/// If that fails.
+/// When that call fails.
 pub fn second_use(tensor: &Tensor) -> Tensor {
     or_panic(f_second_use(tensor))
 }

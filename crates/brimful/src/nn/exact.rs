@@ -8,9 +8,9 @@
 //! ```
 //!
 //! A micro-batch's own backward computes the first line and its share of both sums, which are the gradients of
-//! weight and bias. So each micro-batch is normalised with *probes*, copies of weight and bias, whose gradients
-//! are taken out after each backward. Once all micro-batches have run backward, the two sums are the gradients
-//! of weight and bias; and the second line, a BatchNorm of x with another weight and bias, is added to each
+//! weight and bias. So each micro-batch is normalised with *probes*: copies of weight and bias, whose gradients
+//! are taken out after each backward. Once all micro-batches have run backward, the two sums are the gradients of
+//! weight and bias; and the second line, a BatchNorm of x with another weight and bias, is added to each
 //! micro-batch's gradient.
 
 use std::cell::RefCell;

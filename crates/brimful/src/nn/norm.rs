@@ -72,7 +72,7 @@ impl Norm {
         reported(norm_beside(x, self.how()))
     }
 
-    /// As [`f_forward_beside`](Self::f_forward_beside), for forwards that cannot return errors.
+    /// Calls [`f_forward_beside`](Self::f_forward_beside), for forwards that cannot return errors.
     ///
     /// # Panics
     ///
@@ -85,13 +85,13 @@ impl Norm {
     ///
     /// # Errors
     ///
-    /// When the last dimension differs from the layer's, or the two differ in shape.
+    /// When the last dimension differs from the layer's, or `x` and the residual differ in shape.
     pub fn f_forward_add(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         self.check(x, Some(residual))?;
         reported(add_norm(x, residual, self.how()))
     }
 
-    /// As [`f_forward_add`](Self::f_forward_add), for forwards that cannot return errors.
+    /// Calls [`f_forward_add`](Self::f_forward_add), for forwards that cannot return errors.
     ///
     /// # Panics
     ///

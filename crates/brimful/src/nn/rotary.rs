@@ -31,8 +31,8 @@ impl Rotary {
 
     /// Creates the angles from one speed per pair: slower rotations extend the context.
     pub fn with_speeds(context: i64, speeds: &[f64], device: Device) -> Self {
-        // In f64: far along a sequence the angles are large, and only their remainders of a full rotation
-        // count.
+        // In f64: far along a sequence the angles are large, but only the remainders of a full rotation count,
+        // which f32 would round coarsely.
         let exact = (Kind::Double, Device::Cpu);
         let angles = Tensor::arange(context, exact).outer(&Tensor::from_slice(speeds));
         let table = |exact: Tensor| exact.to_kind(Kind::Float).to_device(device);
@@ -58,7 +58,7 @@ impl Rotary {
         self.apply_from(x, 0)
     }
 
-    /// As [`Rotary::apply`], for a sequence whose first token is at position `first`.
+    /// Rotates as [`Rotary::apply`] does, for a sequence whose first token is at position `first`.
     ///
     /// # Errors
     /// As [`Rotary::apply`].

@@ -34,9 +34,9 @@
 //!
 //! *The first replica is the model.* Its [`store`](Replicas::store) has the gradients after a step, and the other
 //! replicas copy its variables before they run. So every change of the store reaches them: an optimizer's step,
-//! clipping, loading, freezing, another dtype. So any optimizer works, its state exists once, and parameters are
-//! always equal, bit by bit. If every replica made the optimizer's step, each would read and write the optimizer's
-//! state, which takes more memory traffic than one copy of the parameters.
+//! clipping, loading, freezing, another dtype. Any optimizer works, its state exists once, and all replicas have
+//! bit-equal parameters. Steps of the optimizer on every replica would not be faster: each would read and write
+//! the optimizer's state, which takes more memory traffic than one copy of the parameters.
 //!
 //! *Parts* are in proportion to the replicas' speeds, measured in real steps; see [`Replicas::set_speeds`].
 //! Sums are in the replicas' order, so results depend on timing only through the parts.

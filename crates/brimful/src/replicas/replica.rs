@@ -144,7 +144,7 @@ impl<M> Replica<M> {
             }
             feed::moved(outputs, self.main_device)
         })?;
-        // Only after the loss was read from the device: earlier, the time would be that of the launches.
+        // Measured only after the loss was read from the device: an earlier time would be that of the launches.
         let figures = self.micro.figures_of(&attempt, start);
         let (attempt, figures) = attempt.unless_failed(figures)?;
         Ok(PartDone { attempt, outputs, figures })

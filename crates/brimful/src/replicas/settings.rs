@@ -55,7 +55,7 @@ impl<M: 'static> Replicas<M> {
     /// [`MicroBatcher::reserve`] does.
     pub fn reserve(mut self, method: impl Into<Method>) -> Self {
         let bytes = method.into().state_bytes(&parameters(&self.store.variables_));
-        // Only on the first replica, because the others copy its parameters.
+        // Reserved only on the first replica, because the others copy its parameters.
         self.state.reserved = vec![bytes];
         self
     }

@@ -64,7 +64,8 @@ impl<M: 'static> Replicas<M> {
         let outputs = self.outputs(parts()?, samples, Arc::clone(forward))?;
         // The loss draws random numbers as an additional replica would.
         let seed = PartSeed { seed: handshake.seed().unwrap_or_default(), part: shares.len() };
-        // Only on the first replica: a contrastive loss compares every sample with every other.
+        // The loss runs only on the first replica, because a contrastive loss compares every sample with every
+        // other.
         let (attempt, gradients) = self.loss_on(&outputs, samples, seed, Arc::clone(loss))?;
         let ready = oom::catch(|| {
             let pairs = parts()?.into_iter().zip(&shares);

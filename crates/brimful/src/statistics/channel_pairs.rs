@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use crate::Result;
 
-/// Number of pairs that are combined at once: more would take more memory, fewer more kernels.
+/// Number of pairs that are combined at once: more would take more memory, fewer would take more kernels.
 pub(crate) const PAIRS: usize = 16;
 
 /// Pairs of micro-batches, each two tensors of one number per channel.

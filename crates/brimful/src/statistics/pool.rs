@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 use super::running::{Momentum, Running};
 use crate::Result;
 
-/// Rows of a layer before they are pooled: more would take more memory, fewer more kernels.
+/// Rows of a layer before they are pooled: more rows would take more memory, fewer would take more kernels.
 const ROWS: i64 = 16;
 /// Smallest allocation for rows, as a number of elements. It serves many layers.
 const MIN_SPACE: i64 = 1 << 16;
@@ -25,7 +25,8 @@ const MIN_SPACE: i64 = 1 << 16;
 #[derive(Debug)]
 pub(super) struct Seen {
     pub(super) running: Running,
-    /// Filled from the first row on.
+    /// Memory for rows. The first ones, of which `counts` has the numbers of values, are filled and not pooled
+    /// yet.
     rows: Option<Rows>,
     /// Number of values of each row.
     counts: Vec<i64>,

@@ -18,9 +18,9 @@ pub(crate) struct Running {
 /// Factor by which one batch moves running statistics.
 #[derive(Debug)]
 pub(crate) enum Momentum {
-    /// This fraction of the way.
+    /// Moves by this fraction of the difference.
     Given(f64),
-    /// To the average of all batches; the tensor counts them.
+    /// Moves to the average of all batches; the tensor counts the batches.
     Average(Tensor),
 }
 

@@ -1,4 +1,4 @@
-//! Captures micro-batches as CUDA graphs and replays them, where the user has requested it.
+//! Captures micro-batches as CUDA graphs and replays them, if the user has requested CUDA graphs.
 //!
 //! ```text
 //!   for each shape   1st, 2nd  eager: kernels are chosen, memory is allocated
