@@ -20,15 +20,16 @@
 //! that runs out of memory leaves parameters, state and step counters unchanged.
 //!
 //! *Half precision.* Updates go to f32 masters: bf16 has 8 significant bits, and most of a small update would be
-//! rounded away. A bf16 parameter is the upper half of its master, so its state has the lower 16 bits alone; an f16
-//! parameter's has the whole master. Averages are in f32 unless a [`StateFormat`] says otherwise.
+//! rounded away. A bf16 parameter is the upper half of its master, so its state has only the lower 16 bits. The
+//! state of an f16 parameter has the whole master. Averages are in f32 unless a [`StateFormat`] says otherwise.
 //!
 //! *Pipelines.* [`Pipeline::optimizer`] and [`Pipeline::ema`] return the same types. Each worker has the part of
-//! its own stages, and a state does not depend on the balance: a pipeline's loads into an optimizer of the plain
-//! model, or into a pipeline of any other balance, and the reverse. In a world, all ranks make every call.
+//! its own stages, and a saved state does not depend on the balance: the state of a pipeline's optimizer loads
+//! into an optimizer of the plain model or of a pipeline with any other balance, and the reverse. In a world, all
+//! ranks make every call.
 //!
-//! *tch's optimizers* can be used instead wherever the caller steps: both read the gradients from the
-//! parameters.
+//! *tch's optimizers* can be used instead for a model in a `VarStore`, because they too read the gradients from
+//! the parameters.
 
 mod ema;
 mod parts;
@@ -60,11 +61,11 @@ pub struct Optimizer {
 }
 
 impl Pipeline {
-    /// Makes an optimizer of all parameters, including frozen ones, which it skips while they are frozen.
-    /// It replaces an earlier one.
+    /// Makes an optimizer of all parameters, including frozen ones, which it skips while they are frozen. The new
+    /// optimizer replaces an earlier one.
     ///
     /// # Errors
-    /// When an option makes no sense.
+    /// When an option is invalid, or a worker has ended.
     pub fn optimizer(&mut self, config: impl Into<Method>) -> Result<Optimizer> {
         let method = config.into();
         self.make_optimizers(method)?;
@@ -85,8 +86,8 @@ impl Optimizer {
     /// Creates an optimizer of these parameters.
     ///
     /// # Errors
-    /// When an option is invalid, two parameters have the same name or are the same tensor, or one is not a
-    /// leaf or not a floating-point tensor.
+    /// When an option is invalid, two parameters have the same name or are the same tensor, or a parameter is not
+    /// a leaf or not a floating-point tensor.
     pub fn for_named(named: Vec<(String, Tensor)>, config: impl Into<Method>) -> Result<Self> {
         Ok(Self::of(OptimizerPart::of_named(named, config.into())?))
     }
@@ -99,8 +100,8 @@ impl Optimizer {
     /// Creates a group of the parameters whose names satisfy `members`, with its own options and learning rate.
     ///
     /// # Errors
-    /// When an option is invalid, the name is taken, no parameter or one of another group satisfies
-    /// `members`, or a step was taken already. No group is created then.
+    /// When an option is invalid, the name is taken, no parameter satisfies `members`, a parameter of another
+    /// group does, or a step was taken already. No group is created then.
     pub fn group(
         &mut self,
         name: &str,
@@ -114,7 +115,8 @@ impl Optimizer {
             OptimError::EmptyGroup { group: name.to_owned(), parameters, first }.into()
         };
         let chosen = parts.chosen("group", &names, members, none)?;
-        // All parts check the group before one forms it: a refusal would otherwise leave it half made.
+        // All parts check the group before any part forms it. Otherwise, a refusal would leave the group half
+        // made.
         parts.ranks.all_or_none("group", || {
             let group = group.clone();
             parts.each(chosen.clone(), settled_optimizer, move |part, members| {
@@ -128,9 +130,9 @@ impl Optimizer {
         formed.map(drop)
     }
 
-    /// Excludes every parameter of fewer than two dimensions, that is biases and the weights of norms, from
-    /// weight decay: they become the group [`NO_DECAY_GROUP`]. Parameters of other groups keep their
-    /// options. Does nothing if there are none.
+    /// Excludes every parameter of fewer than two dimensions, that is biases and the weights of norms, from weight
+    /// decay: these parameters become the group [`NO_DECAY_GROUP`]. Parameters of other groups keep their options.
+    /// Does nothing if there are no such parameters.
     ///
     /// # Errors
     /// When a step was taken already, or the group exists. No group is created then.
@@ -158,9 +160,9 @@ impl Optimizer {
         self.group(NO_DECAY_GROUP, |name| vectors.contains(name), method.without_decay())
     }
 
-    /// Updates every parameter that has a gradient, on all devices or on none. Those without one, and frozen ones,
-    /// stay unchanged, with their state. Does nothing if they were updated [in the
-    /// backward](crate::pipeline::Builder::update_in_backward).
+    /// Updates every parameter that has a gradient, on all devices or on none. Parameters without a gradient and
+    /// frozen parameters stay unchanged, and so does their state. Does nothing if the parameters were updated [in
+    /// the backward](crate::pipeline::Builder::update_in_backward).
     ///
     /// An offloaded stage of a pipeline is updated when its weights are fetched the next time. Reading, saving and
     /// evaluating finish the updates first, but a caller that keeps [`variables`](Pipeline::variables) or gradients
@@ -176,15 +178,15 @@ impl Optimizer {
             Locked::Workers(workers) => {
                 let prepare = || workers.all(Worker::prepare_update);
                 let plans = parts.ranks.all_or_none("optimizer step", prepare)?;
-                // Copies of shared variables follow before the next step, not here: after an update nothing may
-                // fail.
+                // Copies of shared variables are updated before the next step, because nothing may fail after an
+                // update.
                 workers.each_or_error(plans, |worker, plan| worker.update(plan)).map(drop)
             }
         }
     }
 
-    /// Finishes the updates of the last step, which offloaded stages otherwise take when they are fetched the next
-    /// time.
+    /// Finishes the updates of the last step. Without this call, an offloaded stage is updated when it is fetched
+    /// the next time.
     ///
     /// # Errors
     /// Returns the error of a failed update.
@@ -227,10 +229,10 @@ impl Optimizer {
     /// Sets the learning rate of every group.
     ///
     /// # Errors
-    /// When it is negative or not finite; the old ones stay then.
+    /// When the rate is negative or not finite. The old learning rates stay then.
     pub fn set_learning_rate(&mut self, rate: f64) -> Result<()> {
         check_rate(rate)?;
-        // Waiting updates keep the rate of their step.
+        // Waiting updates keep the learning rate of their step.
         self.parts.lock()?.all(made_optimizer, move |part| {
             part.set_learning_rate(rate);
             Ok(())
@@ -264,9 +266,9 @@ impl Optimizer {
         Ok(())
     }
 
-    /// On CUDA, captures a step as a CUDA graph and replays it while parameters, gradients and state keep
-    /// their addresses: one launch, without the host's work for each kernel. No effect on other devices or on a
-    /// pipeline.
+    /// On CUDA, captures a step as a CUDA graph and replays it while parameters, gradients and state keep their
+    /// addresses. A replay is one launch, without the host's work for each kernel. Has no effect on other devices
+    /// or on a pipeline.
     ///
     /// The result differs by no more than the rounding of the learning rate to f32.
     #[must_use]

@@ -25,7 +25,7 @@ enum Holder<P> {
     Workers(SharedWorkers<Worker>),
 }
 
-/// Returns a worker's part.
+/// Function that returns a worker's part.
 pub(super) type PartOf<P> = fn(&mut Worker) -> Result<&mut P>;
 
 /// Named tensors and texts of a saved state.
@@ -127,8 +127,8 @@ impl<P: 'static> LockedParts<'_, P> {
         self.ranks.of_workers(what, here)
     }
 
-    /// Returns the names that satisfy `is_chosen`, by part. Fails on all ranks with the error of `none` if there are
-    /// none.
+    /// Returns the names that satisfy `is_chosen`, by part. If no name satisfies it, fails on all ranks with the
+    /// error that `none` makes.
     pub(super) fn chosen(
         &self,
         what: &str,
@@ -142,9 +142,10 @@ impl<P: 'static> LockedParts<'_, P> {
         Ok(chosen)
     }
 
-    /// Splits a whole state by part of this rank. `names` has the names of all ranks' parts; the owners are those
-    /// that a tensor or a text belongs to, or `None` for a text of all parts. What belongs to no part goes to the
-    /// first of this rank, which then refuses it.
+    /// Splits a whole state among the parts of this rank. `names` has the names of all ranks' parts.
+    /// `owner_of_tensor` and `owner_of_text` return the name that a tensor or a text belongs to; `None` is for a
+    /// text of all parts. A tensor or a text that belongs to no part goes to the first part of this rank, which
+    /// then refuses it.
     pub(super) fn split(
         &self,
         names: &[Vec<String>],
@@ -172,7 +173,8 @@ impl<P: 'static> LockedParts<'_, P> {
         states.drain(here).collect()
     }
 
-    /// Loads a whole state: every part reads its own before one takes it over, so nothing needs an undo.
+    /// Loads a whole state: all parts read their states before any part takes its state over, so nothing needs an
+    /// undo.
     pub(super) fn load<R: Send + 'static, T: Send + 'static>(
         &mut self,
         states: Vec<State>,

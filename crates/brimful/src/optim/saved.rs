@@ -1,4 +1,4 @@
-//! The whole state of an optimizer: each part's tensors and texts together, as `update/saved.rs` lists them.
+//! State of a whole optimizer: the tensors and texts of all parts, as `update/saved.rs` lists them.
 
 use std::path::Path;
 
@@ -11,8 +11,9 @@ use crate::save::{self, Metadata};
 use crate::update::OptimizerPart;
 
 impl Optimizer {
-    /// Returns the whole state: tensors by name, and texts for the rest. The tensors are the optimizer's
-    /// own, which its next step changes. Of a pipeline over ranks, rank 0 gets all of it, the others their own parts.
+    /// Returns the whole state: tensors by name, and texts for the rest. The tensors are the optimizer's own,
+    /// which its next step changes. In a pipeline over ranks, rank 0 gets all tensors, and every other rank gets
+    /// its own tensors.
     ///
     /// # Errors
     /// When a pipeline's last update fails, or a worker has ended.
@@ -26,12 +27,12 @@ impl Optimizer {
         Ok((parts.ranks.gather(tensors)?, metadata.into_iter().flatten().collect()))
     }
 
-    /// Loads a state that [`Optimizer::state`] returned, with the learning rates and options of its groups.
-    /// It does not contain the parameters themselves. The copies are allocated in the arena that the caller has
-    /// entered, as [`retry_on_oom`](crate::retry_on_oom()) does, or with a pipeline in those of its stages.
+    /// Loads a state that [`Optimizer::state`] returned, with the learning rates and options of its groups. The
+    /// state does not contain the parameters themselves. The copies are allocated in the arena that the caller has
+    /// entered, as [`retry_on_oom`](crate::retry_on_oom()) does, or, with a pipeline, in the arenas of its stages.
     ///
     /// # Errors
-    /// When it belongs to other parameters, shapes, groups or methods (the error names the first
+    /// When the state belongs to other parameters, shapes, groups or methods (the error names the first
     /// difference), or memory runs out. Nothing is changed then.
     pub fn load_state(&mut self, tensors: &[(String, Tensor)], metadata: &Metadata) -> Result<()> {
         let mut parts = self.parts.lock()?;
@@ -56,7 +57,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Writes the state to a safetensors file atomically; of a pipeline over ranks, rank 0 writes.
+    /// Writes the state to a safetensors file atomically; in a pipeline over ranks, rank 0 writes the file.
     ///
     /// # Errors
     /// When the file cannot be written.

@@ -6,10 +6,10 @@ use tch::Device;
 use crate::memory::{Arena, Memory};
 use crate::{Result, device};
 
-/// Device of a pipeline or of replicas: one thread, which owns the stages or the model there.
+/// Device of a pipeline or of replicas, with one thread that owns the stages or the model on the device.
 ///
-/// A [`tch::Device`] converts into one. A CPU can be named more than once, each time with its own threads
-/// and, optionally, an [`Arena`] that counts and limits its memory:
+/// A [`tch::Device`] converts into a `DeviceSpec`. A CPU can be named more than once, each time with its own
+/// threads and, optionally, an [`Arena`] that counts and limits its memory:
 ///
 /// ```
 /// use brimful::DeviceSpec;

@@ -1,11 +1,11 @@
-//! Workers: one long-lived thread for each device, which owns its part of the model and runs the closures that
-//! are sent to it.
+//! Workers: one long-lived thread for each device, which owns the device's part of the model and runs the closures
+//! that are sent to it.
 //!
 //! Pipelines and replicas both run on such workers.
 //!
-//! *Streams.* Workers queue their work on the devices' default streams, as most callers do. If the caller
-//! has entered another stream, a worker's work follows the work queued there before the call, and later
-//! work there follows the worker's.
+//! *Streams.* Workers queue their work on the devices' default streams, as most callers do. If the caller has
+//! entered another stream, a worker's work runs after the work that was queued on that stream before the call, and
+//! later work on that stream runs after the worker's work.
 
 mod device;
 
@@ -47,7 +47,7 @@ struct Answer<T> {
 }
 
 impl<T> Answer<T> {
-    /// Waits for the answer; this thread's streams then follow the worker's.
+    /// Waits for the answer. Later work on this thread's streams then runs after the worker's queued work.
     fn wait(self) -> Result<Result<T>> {
         let (value, fence) = self.answered.recv().map_err(|_| gone(self.worker))?;
         fence?.precede()?;
@@ -74,7 +74,7 @@ impl<W: 'static> Workers<W> {
             answers.push(built);
         }
         let accelerators = accelerators(devices.iter().map(|device| device.device));
-        // Before the answers are read: an error drops it, which ends the threads and waits for them.
+        // Made before the answers are read: an error drops `workers`, which ends the threads and waits for them.
         let workers = Self { members, accelerators };
         let built: Vec<Result<()>> = answers
             .iter()
@@ -100,7 +100,8 @@ impl<W: 'static> Workers<W> {
         jobs: Vec<J>,
         f: impl Fn(&mut W, J) -> Result<T> + Clone + Send + 'static,
     ) -> Result<Vec<Result<T>>> {
-        // All get their jobs before one is waited for: the workers of a pipeline wait for each other.
+        // All workers get their jobs before the first answer is awaited, because the workers of a pipeline wait
+        // for each other.
         let mut answers = Vec::with_capacity(jobs.len());
         for (d, job) in jobs.into_iter().enumerate() {
             let f = f.clone();
@@ -127,7 +128,7 @@ impl<W: 'static> Workers<W> {
         self.each_or_error(jobs, move |worker, ()| f(worker))
     }
 
-    /// Runs `f` on one worker, and waits for it.
+    /// Runs `f` on one worker, and waits for the answer.
     pub(crate) fn one<T: Send + 'static>(
         &self,
         d: usize,
@@ -143,7 +144,7 @@ impl<W: 'static> Workers<W> {
         f: impl FnOnce(&mut W) -> Result<T> + Send + 'static,
     ) -> Result<Answer<T>> {
         let (answer, answered) = channel();
-        // On the calling thread: only it knows the stream that it has entered.
+        // Made on the calling thread, because only that thread knows the stream that it has entered.
         let before = StreamFence::apart(&self.accelerators)?;
         let command: Command<W> = Box::new(move |worker| {
             let value = before.precede().and_then(|()| begun(|| f(worker)));

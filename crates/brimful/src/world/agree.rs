@@ -26,8 +26,8 @@ struct ReportedFailure {
 }
 
 impl World {
-    /// Sends a value to all ranks and returns the values of all, in the order of the ranks. All ranks make
-    /// the same calls in the same order; `what` names this one.
+    /// Sends a value to all ranks and returns the values of all, in the order of the ranks. All ranks make the
+    /// same calls in the same order; `what` names this call.
     ///
     /// # Errors
     /// When a rank is lost, has ended, or makes a different call.
@@ -50,7 +50,7 @@ impl World {
         member.link.wait(|engine| Ok(said(engine, number, what, &own)?))
     }
 
-    /// Checks that all ranks have the same value; `what` names it in the error.
+    /// Checks that all ranks have the same value; `what` names the value in the error.
     ///
     /// # Errors
     /// When values differ: on every rank, with the value of each. As for [`World::share`].
@@ -76,7 +76,7 @@ impl World {
             out_of_memory: error.out_of_memory().cloned().map(Box::new),
             non_finite: error.non_finite(),
         });
-        // Sent even where this rank has failed: a rank that does not answer makes all others wait.
+        // Sent even if this rank has failed, because a rank that does not answer makes all others wait.
         let own = encode(&reported)?;
         let all = self.share_bytes(what, own)?;
         let mut results = Vec::with_capacity(all.len());

@@ -13,8 +13,8 @@ use super::waits::Wait;
 use crate::Result;
 use crate::memory::Memory;
 
-/// Collective of the ranks. All ranks begin the same collectives in the same order. Dropping the last clone ends it,
-/// with all pending transfers. That of a rank alone has no channel.
+/// Collective of the ranks. All ranks begin the same collectives in the same order. Dropping the last clone ends
+/// the collective, with all pending transfers. The collective of a world of one rank has no channel.
 #[derive(Debug, Clone)]
 pub(crate) struct Collective(pub(super) Option<Arc<Open>>);
 
@@ -76,8 +76,9 @@ impl Collective {
         Outlet { open: Arc::clone(self.open()), to, channel: self.channel(number), places }
     }
 
-    /// Returns the receiving end of a channel from another rank. Received tensors are charged to an arena,
-    /// or can be copied to an accelerator without blocking the host.
+    /// Returns the receiving end of a channel from another rank. Received tensors are charged to `memory` if it is
+    /// an arena. If it is an accelerator's, they are in pinned host memory, which can be copied to the accelerator
+    /// without blocking the host.
     pub(crate) fn inlet(
         &self,
         from: usize,
@@ -109,7 +110,7 @@ impl Collective {
         Ok(Summing { open, channel })
     }
 
-    /// Returns the rank of this end.
+    /// Returns the number of this rank.
     pub(crate) fn rank(&self) -> usize {
         self.open().rank
     }
@@ -127,7 +128,7 @@ impl Collective {
     }
 }
 
-/// Guard that stops a collective when it is dropped, also by a panic.
+/// Guard that stops a collective when the guard is dropped, even by a panic.
 #[derive(Debug)]
 pub(crate) struct Stopping(Option<Collective>);
 
@@ -147,8 +148,8 @@ impl Drop for Stopping {
 
 impl Drop for Open {
     fn drop(&mut self) {
-        // Other ranks may still need data that this rank's device is computing: they are sent before the
-        // channels are closed. After the end of the world no rank needs them.
+        // Other ranks may still need data that this rank's device is computing, so the data are sent before the
+        // channels are closed. After the end of the world, no rank needs them.
         let _ = self.link.wait(|engine| match engine.is_computing_for(self.number) {
             true => Ok(Look::WaitFor(Wait::Nobody)),
             false => Ok(Look::Found(())),
@@ -166,8 +167,8 @@ impl Outlet {
     /// Sends tensors whose data are in host memory when the event is reached.
     pub(crate) fn send_when(&self, tensors: Tensors, ready: Option<Event>) -> Result<(), Stopped> {
         let Open { link, number, .. } = &*self.open;
-        // Packed without the lock, because packing may copy from a device. The originals are dropped before
-        // the wait for a place, which then does not keep their memory.
+        // Packed without the lock, because packing may copy from a device. The originals are dropped before the
+        // wait for a place, so that they take no memory during the wait.
         let mut message = Some(OutgoingMessage::pack(&tensors, ready).map_err(Stopped::Error)?);
         drop(tensors);
         link.wait(|engine| {

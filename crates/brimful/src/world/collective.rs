@@ -15,8 +15,8 @@ use crate::{Error, Result};
 const FIRST_SPREAD_CHANNEL: u32 = 1 << 29;
 
 impl World {
-    /// Replaces each tensor by the sum over all ranks (an all-reduce). Shapes and dtypes must be the same
-    /// on all ranks, and all get the same bits.
+    /// Replaces each tensor by the sum over all ranks (an all-reduce). Shapes and dtypes must be the same on all
+    /// ranks, and all ranks get the same bits.
     ///
     /// # Errors
     /// When the ranks have different tensors, before any of them has changed; when a rank is lost or has
@@ -59,11 +59,11 @@ impl World {
         put_back(tensors, &came)
     }
 
-    /// Gathers every rank's named tensors on rank 0, which gets all of them; the other ranks get their own
+    /// Gathers every rank's named tensors on rank 0, which gets all of them. Every other rank gets its own tensors
     /// back.
     ///
     /// # Errors
-    /// When a rank runs out of memory for it, is lost or has ended: on all ranks.
+    /// On all ranks, when a rank runs out of memory, is lost or has ended.
     pub fn gather(&self, named: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
         self.gather_told(Ok(named))
     }
@@ -119,7 +119,7 @@ impl World {
         ranks: &[usize],
         own: &[Tensor],
     ) -> Result<Vec<Tensor>> {
-        // The root determines the channel's number: several broadcasts may share a collective.
+        // The channel's number depends on the root, because several broadcasts may share a collective.
         let channel = FIRST_SPREAD_CHANNEL + root as u32;
         if root != self.rank() {
             let came = collective.inlet(root, channel, 1, None)?.take()?;
@@ -148,7 +148,7 @@ impl World {
     }
 }
 
-/// Returns the tensor as contiguous memory of the host; the same tensor if it is that already.
+/// Returns the tensor as contiguous memory of the host; the same tensor if it already is.
 fn flat(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?)
 }

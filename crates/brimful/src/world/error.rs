@@ -23,11 +23,11 @@ pub enum WorldError {
         silent.as_secs()
     )]
     RankLost {
-        /// Its number.
+        /// The number of the rank.
         rank: usize,
-        /// Its machine.
+        /// The machine of the rank.
         host: String,
-        /// Time since its last heartbeat.
+        /// Time since the rank's last heartbeat.
         silent: Duration,
     },
     /// Rank whose heartbeat continues but that keeps others waiting.
@@ -37,21 +37,21 @@ pub enum WorldError {
         waited.as_secs()
     )]
     RankHangs {
-        /// Its number.
+        /// The number of the rank.
         rank: usize,
-        /// Its machine.
+        /// The machine of the rank.
         host: String,
-        /// Time that it was waited for.
+        /// Time that other ranks have waited for the rank.
         waited: Duration,
     },
     /// Rank that has ended while others waited for it.
     #[error("rank {rank} on {host} has ended while others needed it{}", said(words))]
     RankLeft {
-        /// Its number.
+        /// The number of the rank.
         rank: usize,
-        /// Its machine.
+        /// The machine of the rank.
         host: String,
-        /// Its reason, if it sent one.
+        /// Reason that the rank sent, if any.
         words: Option<String>,
     },
     /// This rank, which the others have given up because they received no heartbeat from it.
@@ -59,21 +59,21 @@ pub enum WorldError {
         "the other ranks count this one, rank {rank}, as lost, because they received no heartbeat from it"
     )]
     GivenUp {
-        /// Its number.
+        /// The number of the rank.
         rank: usize,
     },
     /// Rank on which a step failed.
     #[error("rank {rank} on {host}: {message}")]
     RankFailed {
-        /// Its number.
+        /// The number of the rank.
         rank: usize,
-        /// Its machine.
+        /// The machine of the rank.
         host: String,
-        /// Its error.
+        /// The rank's error.
         message: String,
-        /// Report of out-of-memory, if that was its error.
+        /// Out-of-memory report, if memory ran out on the rank.
         out_of_memory: Option<Box<OutOfMemory>>,
-        /// Description of the non-finite loss or gradient, if that was its error.
+        /// Description of the non-finite loss or gradient, if there was one.
         non_finite: Option<String>,
     },
     /// Value that differs between ranks.
@@ -84,7 +84,7 @@ pub enum WorldError {
         /// Value of each rank.
         found: Vec<String>,
     },
-    /// Rank that makes another call than this one.
+    /// Rank that makes a different call than this rank.
     #[error(
         "rank {rank} calls `{theirs}` where this one calls `{here}`: let all ranks make the same calls \
          in the same order"
@@ -92,7 +92,7 @@ pub enum WorldError {
     OutOfStep {
         /// Number of the other rank.
         rank: usize,
-        /// Its call.
+        /// The other rank's call.
         theirs: String,
         /// Call of this rank.
         here: String,

@@ -1,9 +1,9 @@
 //! Receiving end of a channel: tensors are announced, received, and taken.
 //!
-//! A sender announces its tensors. This rank allocates memory for them and posts the receives as soon as
-//! the channel is open and has a free place. So data arrive while other threads compute, and a sender that
-//! is ahead cannot fill this rank's memory. Tensors are received ahead of their time if a later tensor repeats
-//! their tags: into temporary memory, from which they are copied later.
+//! A sender announces its tensors. This rank allocates memory for them and posts the receives as soon as the
+//! channel is open and has a free place. So data arrive while other threads compute, and a sender that is ahead
+//! cannot fill this rank's memory. If a later tensor has the same MPI tag as an earlier one, the earlier tensor is
+//! received ahead of its time, into temporary memory, and copied later.
 
 use std::collections::VecDeque;
 
@@ -34,10 +34,10 @@ pub(super) struct Inbox {
 
 #[derive(Debug)]
 struct Announced {
-    /// Number of its first tensor.
+    /// Number of the transfer's first tensor.
     first: u64,
     outline: TensorOutline,
-    /// Temporary tensors and pending receives, if it is received ahead of its time.
+    /// Temporary tensors and pending receives, if the transfer is received ahead of its time.
     ahead: Option<(Tensors, Vec<Ticket>)>,
 }
 
@@ -46,7 +46,7 @@ struct Incoming {
     outline: TensorOutline,
     tensors: Tensors,
     tickets: Vec<Ticket>,
-    /// Temporary tensors that hold the data, if it was received ahead of its time.
+    /// Temporary tensors that hold the data, if the transfer was received ahead of its time.
     ahead: Option<Tensors>,
 }
 
@@ -99,8 +99,8 @@ impl Inbox {
                     };
                     self.arriving.push_back(Incoming { outline, tensors, tickets, ahead });
                 }
-                // Kept for the thread that takes the transfer: this thread may only be making progress on
-                // messages.
+                // The error is kept for the thread that takes the transfer, because this thread may only be making
+                // progress on messages.
                 Err(error) => {
                     self.refused = Some(error);
                     self.announced.push_front(message);

@@ -16,7 +16,7 @@ use crate::Result;
 
 /// Interval at which the pump makes progress on messages while ranks work together.
 const BUSY_INTERVAL: Duration = Duration::from_millis(1);
-/// Interval while a device still copies data to host memory that are sent afterwards.
+/// Interval while a device still copies data to host memory from which they are sent.
 const DEVICE_INTERVAL: Duration = Duration::from_micros(100);
 /// Interval when there are only heartbeats.
 const IDLE_INTERVAL: Duration = Duration::from_millis(10);
@@ -24,14 +24,14 @@ const IDLE_INTERVAL: Duration = Duration::from_millis(10);
 /// Result of one look at the messages by a waiting thread.
 pub(super) enum Look<T> {
     Found(T),
-    /// Nothing yet.
+    /// Nothing has been found yet.
     WaitFor(Wait),
 }
 
 /// Messages of this rank, shared by its threads.
 #[derive(Debug)]
 pub(super) struct Link {
-    /// `None` after the end.
+    /// `None` after the end of the world.
     engine: Mutex<Option<Messenger>>,
     /// Sums that the next holder of the lock begins. A computing thread must not wait for the lock, which is
     /// held while data are copied.
@@ -118,7 +118,7 @@ impl Pause {
 }
 
 /// Thread that makes progress on messages. It starts and ends the wire, because MPI must be ended by the thread
-/// that has started it. Dropping it ends this rank's part in the world.
+/// that has started it. Dropping the pump ends this rank's part in the world.
 #[derive(Debug)]
 pub(super) struct Pump {
     pub(super) link: Arc<Link>,

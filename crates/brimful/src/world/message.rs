@@ -29,8 +29,7 @@ pub(super) enum Message {
     Beat { waits_for: Option<usize> },
     /// This rank's value in an exchange of values; `number` counts the exchanges.
     Value { number: u64, what: String, bytes: Vec<u8> },
-    /// Announcement of tensors, numbered from `first` on: a rank counts all tensors that it sends to
-    /// another.
+    /// Announcement of tensors, numbered from `first` on: a rank counts all tensors that it sends to another rank.
     Tensors { channel: Channel, first: u64, outline: TensorOutline },
     /// The collective has failed here.
     Stop { collective: u64 },
@@ -102,9 +101,9 @@ impl TensorOutline {
         )))
     }
 
-    /// Allocates tensors of this outline in host memory, for data that are needed in `memory`. Unless that
-    /// is an arena, they are charged to a new arena without a limit: the thread that makes progress on messages may
-    /// have entered a full arena that has nothing to do with them.
+    /// Allocates tensors of this outline in host memory, for data that are needed in `memory`. Unless `memory` is
+    /// an arena, the tensors are charged to a new arena without a limit, because the thread that makes progress on
+    /// messages may have entered an unrelated arena that is full.
     pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
         let _inside = match memory {
             Some(Memory::Arena(arena)) => arena.enter(),

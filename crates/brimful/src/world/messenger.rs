@@ -1,7 +1,7 @@
 //! Messages between this rank and the others, and the progress of all of them.
 //!
-//! One lock guards it. A waiting thread makes progress on all messages while it waits; the pump also does so at
-//! intervals, because other threads compute.
+//! One lock guards the messenger. A waiting thread makes progress on all messages while it waits; the pump also
+//! does so at intervals, because other threads compute.
 
 mod channels;
 
@@ -127,7 +127,8 @@ impl Messenger {
             }
             Message::Tensors { channel, first, outline } => {
                 self.tell_apart(from, first, outline.count())?;
-                // Received all the same: MPI keeps a send, and its sender's memory, until it is received.
+                // Received although the collective is over, because MPI keeps a send, and the sender's memory,
+                // until the send is received.
                 if self.is_over(channel.collective) {
                     let tickets = inbox::discarded(&mut *self.wire, from, first, &outline)?;
                     self.forgotten.extend(tickets);

@@ -13,9 +13,9 @@
 //! ```
 //!
 //! *No hang.* Every rank sends heartbeats from a separate thread. A rank that is killed, stopped or cut off is
-//! given up after [`World::heartbeat_timeout`], and every wait of the others ends with an error that names it. A
-//! rank whose heartbeat continues is given up if another rank waits for it longer than [`World::timeout`]. A
-//! rank whose step fails reports it to the others at once.
+//! given up after [`World::heartbeat_timeout`], and every wait of the others ends with an error that names the
+//! lost rank. A rank whose heartbeat continues is given up if another rank waits for it longer than
+//! [`World::timeout`]. A rank whose step fails reports the failure to the others at once.
 
 #![cfg_attr(
     not(feature = "mpi"),
@@ -63,12 +63,12 @@ const TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// World of all processes that train together.
 ///
-/// Clones are the same world. Dropping the last one ends this rank: it waits until all others end too, or
-/// are lost.
+/// Clones share one world. Dropping the last clone ends this rank: the drop waits until all other ranks end too,
+/// or until a rank is lost.
 #[derive(Debug, Clone)]
 pub struct World(Option<Arc<Membership>>);
 
-/// Machine of a process alone.
+/// Machine of a process that is alone.
 static THIS_MACHINE: LazyLock<[String; 1]> = LazyLock::new(|| ["this machine".to_owned()]);
 
 #[derive(Debug)]
@@ -89,8 +89,8 @@ struct Greeting {
 }
 
 impl World {
-    /// Joins the world that `mpirun` or `srun` has started; without them, creates a world of one. Call it
-    /// once in a process.
+    /// Joins the world that `mpirun` or `srun` has started; without `mpirun` or `srun`, creates a world of one
+    /// rank. Call this function at most once in a process.
     ///
     /// # Errors
     /// When MPI cannot be started, or the ranks run different versions of this library.
@@ -115,7 +115,7 @@ impl World {
         let (rank, hosts) = link.with(|engine| (engine.rank, engine.hosts.clone()))?;
         let host = hosts[rank].clone();
         let mut member = Arc::new(Membership { rank, hosts, link, _pump: pump });
-        // Before anything else: messages of another version may not even decode.
+        // Exchanges the versions first, because messages of a different version may not even decode.
         let greeting = Greeting { version: env!("CARGO_PKG_VERSION").to_owned(), host };
         let all = Self(Some(Arc::clone(&member))).share("greeting", &greeting)?;
         let versions = all.iter().map(|greeting| greeting.version.clone()).collect();
@@ -156,8 +156,8 @@ impl World {
         self.with(HEARTBEAT_TIMEOUT, |engine| engine.pulse.heartbeat_timeout)
     }
 
-    /// Sets the time without a heartbeat after which a rank is given up. All ranks must set the same: a
-    /// rank sends ten heartbeats within its own timeout.
+    /// Sets the time without a heartbeat after which a rank is given up. All ranks must set the same timeout,
+    /// because a rank sends ten heartbeats within its own timeout.
     ///
     /// # Errors
     /// When the world has ended.
@@ -165,8 +165,8 @@ impl World {
         self.with((), |engine| engine.pulse.heartbeat_timeout = heartbeat_timeout)
     }
 
-    /// Returns the longest time that this rank waits for another one whose heartbeat continues: 30 minutes by default.
-    /// After that it gives the other rank up.
+    /// Returns the longest time that this rank waits for another rank whose heartbeat continues: 30 minutes by
+    /// default. After this time, it gives up the other rank.
     ///
     /// # Errors
     /// When the world has ended.
@@ -174,8 +174,8 @@ impl World {
         self.with(TIMEOUT, |engine| engine.waits.longest)
     }
 
-    /// Sets how long this rank waits for another. It must be longer than any work that one rank does alone,
-    /// such as an evaluation.
+    /// Sets how long this rank waits for another rank. The time must be longer than any work that one rank does
+    /// alone, such as an evaluation.
     ///
     /// # Errors
     /// When the world has ended.
@@ -199,7 +199,7 @@ impl World {
         }
     }
 
-    /// Runs `f` on the messages; returns `alone` where there are none.
+    /// Runs `f` on the messages; returns `alone` if this process is alone.
     fn with<T>(&self, alone: T, f: impl FnOnce(&mut Messenger) -> T) -> Result<T> {
         self.0.as_ref().map_or(Ok(alone), |member| member.link.with(f))
     }

@@ -27,7 +27,7 @@ pub(super) struct OutgoingMessage {
     pub(super) outline: TensorOutline,
     /// Tensors that are not missing: each contiguous, and in host memory.
     pub(super) tensors: Vec<Tensor>,
-    /// Event after which their data are complete; `None` if they are.
+    /// Event after which the tensors' data are complete; `None` if they already are.
     ready: Option<Event>,
 }
 
@@ -50,7 +50,8 @@ impl Outbox {
 
     /// Returns the next transfer if it can be sent.
     pub(super) fn next(&mut self) -> Result<Option<OutgoingMessage>> {
-        // In order, though a later one may be ready: the receiver identifies transfers by their order.
+        // Sent in order, even if a later transfer is ready first, because the receiver identifies transfers by
+        // their order.
         let Some(message) = self.waiting.front() else { return Ok(None) };
         Ok(match is_reached(message.ready.as_ref())? {
             true => self.waiting.pop_front(),

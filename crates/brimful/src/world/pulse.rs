@@ -1,4 +1,4 @@
-//! Heartbeats of the ranks, and the detection of lost ones.
+//! Heartbeats of the ranks, and the detection of lost ranks.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,8 @@ impl Pulse {
 
     /// Returns whether a heartbeat is due; if so, it counts as sent.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
-        // A tenth, so that a few may be late under load before a rank counts as dead.
+        // Due after a tenth of the timeout, so that a few heartbeats may be late under load before a rank counts
+        // as lost.
         let due = now.duration_since(self.beaten) >= self.heartbeat_timeout / 10;
         if due {
             self.beaten = now;

@@ -23,11 +23,11 @@ use brimful_plan::split;
 #[derive(Debug)]
 pub(super) struct Ring {
     ranks: Arc<[usize]>,
-    /// Index of this rank among them.
+    /// Index of this rank in `ranks`.
     at: usize,
     /// One-dimensional and contiguous.
     sum: Tensor,
-    /// Event after which this rank's data are complete; `None` if they are.
+    /// Event after which this rank's data are complete; `None` if they already are.
     ready: Option<Event>,
     parts: Vec<Range<usize>>,
     /// Buffer for a received part that is to be added.
@@ -125,7 +125,7 @@ impl Ring {
     }
 }
 
-/// Returns as many near-equal parts as ranks; the last ones are empty where there are too few elements.
+/// Returns as many near-equal parts as ranks; the last parts are empty where there are too few elements.
 fn parts(numbers: usize, ranks: usize) -> Result<Vec<Range<usize>>> {
     let mut parts = if numbers == 0 { Vec::new() } else { split::by_count(numbers, ranks)? };
     parts.resize(ranks, numbers..numbers);

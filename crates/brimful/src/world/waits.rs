@@ -1,5 +1,5 @@
-//! Waits between ranks, and how long they last. They show which rank hangs and which ranks only wait for it: the
-//! heartbeats of all continue.
+//! Waits between ranks, and how long they last. Waits show which rank hangs and which ranks only wait for it.
+//! Heartbeats cannot show it, because they continue on all ranks.
 
 use std::collections::HashMap;
 use std::thread::{self, ThreadId};
@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 /// Cause of a thread's wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wait {
-    /// An action of this rank.
+    /// The rank of this number must act.
     Rank(usize),
-    /// A message of this rank is in flight; the rank may have ended since.
+    /// A message from or to the rank of this number is in flight; that rank may have ended since.
     Message(usize),
-    /// No other rank.
+    /// The wait is for no other rank.
     Nobody,
 }
 
-/// Waits of this rank's threads, and those that other ranks have reported.
+/// Waits of this rank's threads, and waits that other ranks have reported.
 #[derive(Debug)]
 pub(super) struct Waits {
     rank: usize,
@@ -46,19 +46,20 @@ impl Waits {
         self.own.remove(&thread::current().id());
     }
 
-    /// Returns the rank that this one has waited for the longest.
+    /// Returns the rank for which this rank has waited longest.
     pub(super) fn own(&self) -> Option<usize> {
         self.own.values().min_by_key(|(_, since)| *since).map(|(rank, _)| *rank)
     }
 
-    /// Records the rank that another one waits for.
+    /// Records the rank for which rank `from` waits.
     pub(super) fn heard(&mut self, from: usize, waits_for: Option<usize>) {
         self.others[from] = waits_for;
     }
 
-    /// Returns the rank at the end of the chain of waits that begins at `rank`; `rank` itself if they form a circle.
+    /// Returns the rank at the end of the chain of waits that begins at `rank`; `rank` itself if the waits form a
+    /// circle.
     fn hanging(&self, rank: usize) -> usize {
-        // Follows the waits; one for this rank would lead back here, and ends the chain.
+        // A wait for this rank would lead back here, so it ends the chain.
         let next = |rank: &usize| self.others[*rank].filter(|next| *next != self.rank);
         let chain: Vec<usize> =
             std::iter::successors(Some(rank), next).take(self.others.len()).collect();

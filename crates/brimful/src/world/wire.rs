@@ -23,14 +23,14 @@ pub(super) trait Wire: Debug + Send {
     /// Returns the next small message received, with its sender.
     fn told(&mut self) -> Result<Option<(usize, Vec<u8>)>, WorldError>;
 
-    /// Returns the number of tags. Tensors from one rank whose numbers differ by a multiple of it have the same tag,
-    /// and are matched with receives in order.
+    /// Returns the number of tags. Tensors from one rank whose numbers differ by a multiple of this number have
+    /// the same tag, and are matched with receives in order.
     fn tags(&self) -> u64;
 
     /// Sends the data of a contiguous tensor in host memory, as tensor `number`.
     fn send(&mut self, tensor: Tensor, to: usize, number: u64) -> Result<Ticket, WorldError>;
 
-    /// Receives tensor `number` into this one.
+    /// Receives tensor `number` into `tensor`.
     fn receive(&mut self, tensor: Tensor, from: usize, number: u64) -> Result<Ticket, WorldError>;
 
     /// Returns whether the message is complete, which ends its ticket.

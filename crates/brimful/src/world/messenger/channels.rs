@@ -49,7 +49,8 @@ impl Messenger {
 
     /// Reports to all ranks that a collective has failed here.
     pub(in crate::world) fn stop(&mut self, collective: u64) {
-        // Once: every rank that receives it stops too, and would report it again to all others.
+        // Reported only once, because every rank that receives the report stops too, and would report to all
+        // others again.
         if self.stopped.insert(collective) {
             self.tell_all(&Message::Stop { collective });
         }
@@ -96,7 +97,7 @@ impl Messenger {
         message: OutgoingMessage,
     ) -> Result<Vec<Ticket>, WorldError> {
         let OutgoingMessage { outline, tensors, .. } = message;
-        // Numbered when it is sent, not when it was packed: transfers of other channels may overtake one
+        // Numbered when it is sent, not when it was packed: transfers of other channels may overtake a transfer
         // that waits for its device.
         let first = self.sent[to];
         self.sent[to] += tensors.len() as u64;
@@ -146,7 +147,7 @@ impl Messenger {
         self.outboxes.get(&(to, channel)).is_some_and(Outbox::is_waiting)
     }
 
-    /// Returns whether devices still copy data to host memory that are to be sent.
+    /// Returns whether devices still copy data to host memory from which they are sent.
     pub(in crate::world) fn expects_a_device(&self) -> bool {
         self.outboxes.values().any(Outbox::is_waiting) || self.rings.values().any(Ring::is_waiting)
     }
@@ -158,7 +159,7 @@ impl Messenger {
     pub(super) fn advance_rings(&mut self) -> Result<(), WorldError> {
         let channels: Vec<Channel> = self.rings.keys().copied().collect();
         for channel in channels {
-            // Taken out, because it sends and receives through the messenger that owns it.
+            // Taken out, because the ring sends and receives through the messenger that owns it.
             let Some(mut ring) = self.rings.remove(&channel) else { continue };
             let advanced = self.advance_ring(&mut ring, channel);
             self.rings.insert(channel, ring);
