@@ -183,8 +183,8 @@ impl Policy {
         Some(size)
     }
 
-    /// Returns the size of the near-equal micro-batches that `samples` are cut into, of at most `size`
-    /// each.
+    /// Returns the size of the near-equal micro-batches that `samples` are cut into, of at most `size` each. If
+    /// further shapes are expensive, prefers a somewhat smaller size that leaves no rest.
     fn parts(&self, samples: usize, size: usize) -> usize {
         let fewest = samples.div_ceil(size);
         let most = if self.even { (fewest as f64 / EVEN_MIN_RATIO) as usize } else { fewest };

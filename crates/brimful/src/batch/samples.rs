@@ -65,7 +65,7 @@ impl Samples {
         }
     }
 
-    /// Cuts this many near-equal parts; if there are fewer samples than that, the last parts are empty.
+    /// Cuts this many near-equal parts; if there are fewer samples than parts, the last parts are empty.
     pub(crate) fn shares(&self, count: usize) -> Result<Vec<Range<usize>>, SplitError> {
         let mut shares = match &self.lengths {
             _ if self.count == 0 => Vec::new(),

@@ -12,9 +12,10 @@ use crate::nn::in_kind;
 impl Layers {
     /// Builds these layers with floating-point variables of this dtype.
     ///
-    /// Initial values are drawn in f32 and rounded. A [`spread_weight`](crate::nn::spread_weight), such as a
-    /// [`Projection`](crate::nn::Projection)'s, is rounded 4,194,304 values at a time, any other variable when its
-    /// layer is built. So the whole model never exists in f32, as it does before a `VarStore::set_kind`.
+    /// Initial values are drawn in the store's dtype, which is f32 by default, and rounded. A
+    /// [`spread_weight`](crate::nn::spread_weight), such as a [`Projection`](crate::nn::Projection)'s, is rounded
+    /// 4,194,304 values at a time, any other variable when its layer is built. So the whole model never exists in
+    /// f32. With `VarStore::set_kind`, it would exist in f32 first.
     ///
     /// ```
     /// use brimful::Layers;

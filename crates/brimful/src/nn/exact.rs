@@ -82,12 +82,13 @@ pub(crate) struct NormStatistics {
 }
 
 impl ExactNorm {
-    /// Combines the statistics of all micro-batches for inputs of this dtype, and moves the running statistics.
+    /// Combines the statistics of all micro-batches for inputs of this dtype, and records them for the running
+    /// statistics.
     pub(crate) fn finalize(&self, whole: WholeBatch, kind: Kind) -> Result<WholeBatchNorm> {
         let WholeStatistics { count, mean, variance } = whole.finalize(&self.running, kind)?;
         let [weight, bias] = &self.affine;
-        // Copies: by the time of an offloaded stage's recompute, its device buffers hold another stage's
-        // weights.
+        // Copies, because the device buffers of an offloaded stage may hold another stage's weights by the time
+        // the stage recomputes.
         let of_kind = |own: &Tensor| own.f_detach()?.f_to_dtype(mean.kind(), false, true);
         let scale = weight.as_ref().map_or_else(|| mean.f_ones_like(), of_kind)?;
         let offset = bias.as_ref().map_or_else(|| mean.f_zeros_like(), of_kind)?;
@@ -127,7 +128,7 @@ impl WholeBatchNorm {
         }
     }
 
-    /// Returns the weight and bias with which a BatchNorm of the input is the missing part of its gradient. `sums`
+    /// Returns the weight and bias of the BatchNorm that computes the missing part of the input's gradient. `sums`
     /// has the gradients of the probes, summed over all micro-batches (2 × channels).
     pub(crate) fn missing(&self, sums: &Tensor) -> Result<[Tensor; 2]> {
         let both = sums.f_mul(&self.factor)?;

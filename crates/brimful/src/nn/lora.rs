@@ -76,9 +76,9 @@ impl Lora {
         Some((*rank, alpha / *rank as f64))
     }
 
-    /// Merges the adapter of the weight `name` among these variables: returns the weight of an equal model without
-    /// LoRA. Leaves the model unchanged. `inputs_first` is the projection's
-    /// [setting](super::ProjectionConfig::inputs_first).
+    /// Merges the adapter of the weight `name`, which is among these variables, into a copy of the weight: that of
+    /// an equal model without LoRA. Returns a weight without an adapter unchanged. `inputs_first` is the
+    /// projection's [setting](super::ProjectionConfig::inputs_first).
     ///
     /// # Errors
     /// When memory runs out.

@@ -65,8 +65,8 @@ impl<M> Replica<M> {
         device: &DeviceSpec,
         build: impl Fn(&Path<'_>) -> M,
     ) -> Result<Self> {
-        // The first replica draws its parameters as the plain model does. The draws of the others are
-        // replaced, and must not disturb the first's.
+        // The first replica draws its parameters as the plain model does. The values that other replicas draw are
+        // replaced, so their draws must not move the first replica's generator.
         let generator = (number > 0).then(|| Generator::new(device.device));
         let model = build(&store.root());
         drop(generator);
@@ -128,7 +128,7 @@ impl<M> Replica<M> {
         self.hand_in(attempt, &outputs, start)
     }
 
-    /// Prepares a part for the merge with the others; undoes it if that fails.
+    /// Prepares a part for the merge with the others; undoes the part if the preparation fails.
     pub(super) fn hand_in<O: Batch>(
         &mut self,
         attempt: StoreAttempt,

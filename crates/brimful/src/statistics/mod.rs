@@ -105,9 +105,10 @@ impl Pending {
         self.deferred.values_mut().try_for_each(|seen| seen.hand_to(&twin))
     }
 
-    /// Adds a later part of the same step, or another replica's, which has been pooled.
+    /// Adds the pooled statistics of a later part of the step, or of another replica.
     pub(crate) fn extend(&mut self, later: Self) {
-        // Replicas' layers have different ids, but share the first one's variables.
+        // Layers of different replicas have different ids. They are matched by the first replica's variables, to
+        // which `hand_to` has moved their statistics.
         let known = self.deferred.iter().map(|(id, seen)| (seen.running.mean.data_ptr(), *id));
         let known: HashMap<_, u64> = known.collect();
         for (id, seen) in later.deferred {
@@ -204,13 +205,13 @@ pub(crate) fn in_a_step() -> bool {
     STEP.with_borrow(Option::is_some)
 }
 
-/// Returns the destination that `f` takes from the current step. Without a step it is the running statistics; a
-/// rehearsal has none.
+/// Returns the destination that `f` takes from the current step. Without a step, the destination is the running
+/// statistics. A rehearsal has no destination.
 fn with_step(running: &Running, f: impl FnOnce(&mut Pending) -> Result<Target>) -> Result<Target> {
     STEP.with_borrow_mut(|step| match step {
         None => running.whole(),
         Some(pending) if pending.rehearsal => Ok(None),
-        // Untracked: the layer's recorded operations must not include the bookkeeping of rows.
+        // Untracked, because the layer's recorded operations must not include the bookkeeping of rows.
         Some(pending) => untold(|| f(pending)),
     })
 }

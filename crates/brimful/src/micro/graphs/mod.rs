@@ -304,8 +304,8 @@ impl MicroGraphs {
         !known.is_some_and(|entry| matches!(entry.state, ShapeState::Captured(_)))
     }
 
-    /// Returns whether graphs keep memory that this many samples of a new shape will need, estimated from other
-    /// shapes.
+    /// Returns whether graphs keep memory that this many samples of a new shape will need, as estimated from the
+    /// needs of other shapes.
     fn is_in_the_way(&self, samples: f64) -> Result<bool> {
         let kept = self.kept().0;
         // Eager work cannot use the graphs' memory, so an eager micro-batch may fail although it would fit without

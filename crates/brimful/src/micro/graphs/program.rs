@@ -92,8 +92,8 @@ impl Program {
         Ok(Self { sums, ..captured? })
     }
 
-    /// Keeps the shared memory that the graph uses: blocks that an eager run has touched too. The eager run has
-    /// touched no input, no sum and no row of this graph.
+    /// Keeps the memory that the graph shares with other work: the blocks that an eager run has touched too. The
+    /// graph's own inputs, sums and rows are not among them, because no eager run touches them.
     pub(super) fn own_memory(&mut self, blocks: &mut Blocks, eager: &Touched) {
         let Touched { read, written, frozen, .. } = mem::take(&mut self.touched);
         self.frozen = frozen;
@@ -129,7 +129,7 @@ impl Program {
     ) -> Result<Self> {
         let (statics, inputs) = statics_like(micro_batch)?;
         let roots = Tensor::f_zeros([pass.groups().len() as i64], (Kind::Double, setting.device))?;
-        // Made here, because captured zeros would be written at every replay.
+        // Made before the capture, because captured zeros would be written at every replay.
         let rows = Pending::for_the_same_layers()?;
         let host = Randomness::of(vec![Device::Cpu])?;
 
