@@ -1,4 +1,4 @@
-//! `brimful demo`: the whole training set as one mini-batch, in memory that a plain step exceeds.
+//! `brimful demo`: trains with the whole training set as one mini-batch, in less memory than a plain step needs.
 
 use anyhow::{Result, bail};
 use brimful::Error;

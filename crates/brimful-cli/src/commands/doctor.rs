@@ -56,7 +56,7 @@ struct Cuda {
     /// Newest CUDA version that the driver supports; none without a driver.
     driver: Option<String>,
     loaded: bool,
-    /// The loader's error, if the library could not be loaded.
+    /// The loader's error, if the CUDA libraries could not be loaded.
     error: Option<String>,
 }
 
@@ -66,7 +66,7 @@ struct DeviceRow {
     model: String,
     total_bytes: Bytes,
     free_bytes: Bytes,
-    /// Kernels that a GPU runs, ours or libtorch's, and the reason.
+    /// Kernels that a GPU runs, brimful's or libtorch's, and the reason; none for a CPU.
     kernels: Option<String>,
 }
 
@@ -129,7 +129,7 @@ const OF_EVERY_PROGRAM: [&str; 9] = [
     "libutil.",
 ];
 
-/// Lists the shared libraries in a table of mapped files as Linux prints it (`/proc/self/maps`).
+/// Lists the shared libraries in the text of `/proc/self/maps`, except the libraries of every program.
 fn loaded(maps: &str) -> Vec<PathBuf> {
     // The path of a mapped file follows five columns and ends the line.
     let file = |line: &str| line.find('/').map(|start| PathBuf::from(&line[start..]));
@@ -142,8 +142,8 @@ fn loaded(maps: &str) -> Vec<PathBuf> {
     found.into_iter().collect()
 }
 
-/// Returns the folder of this library if a crate can be built with it. Such a folder has the headers and every library
-/// that tch links, even the empty `libtorch.so`.
+/// Returns the libtorch folder that holds this library, if a crate can be built with the folder. Such a folder has
+/// the headers and every library that tch links, even the empty `libtorch.so`.
 fn libtorch_folder(library: &Path) -> Option<PathBuf> {
     let around = [library.to_owned(), library.canonicalize().ok()?];
     let mut folders = around.iter().filter_map(|file| file.parent()?.parent()?.canonicalize().ok());

@@ -21,7 +21,7 @@ use crate::setting::{
     typed, words,
 };
 
-/// Samples held in memory at once when they are streamed.
+/// Number of samples in memory at once, if samples are loaded on demand.
 const AT_ONCE: usize = 256;
 
 /// Options of `brimful evaluate`.
@@ -79,7 +79,7 @@ struct Evaluation {
     /// Share of correct answers.
     accuracy: f64,
     samples: usize,
-    /// Number of tokens, classes or pixels that count.
+    /// Number of targets (tokens, classes or pixels) that are not ignored.
     targets: u64,
 }
 
@@ -148,7 +148,7 @@ impl Evaluated {
     }
 }
 
-/// Opens the data for the model of a file, and returns the model's layers too.
+/// Opens the data for a model whose weights are in a file. Also returns the model's layers.
 fn of_file(
     weights: &SavedWeights,
     name: ModelName,

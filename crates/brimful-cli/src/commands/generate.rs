@@ -67,7 +67,7 @@ pub struct GenerateOptions {
     dtype: Option<NumberType>,
 }
 
-/// Prints the prompt, and each piece of the text as the model makes it.
+/// Prints the prompt, and then the text, token by token as the model generates it.
 pub(crate) fn run(options: &GenerateOptions) -> Result<Exit> {
     options.check()?;
     let mut writer = Writer::open(options)?;
@@ -113,7 +113,8 @@ impl GenerateOptions {
         Ok(())
     }
 
-    /// Returns the sampling parameters of the flags; the folder's for flags that were not given.
+    /// Returns the sampling parameters that the flags give. For a flag that is not given, takes the folder's
+    /// parameter.
     fn sampling(&self, told: Sampling) -> Sampling {
         Sampling {
             temperature: self.temperature.unwrap_or(told.temperature),
@@ -123,7 +124,7 @@ impl GenerateOptions {
     }
 }
 
-/// Chooses a token by its logit: the likeliest, or one sampled with temperature, top-k and top-p.
+/// Chooses a token by the logits: the likeliest token, or a token sampled with temperature, top-k and top-p.
 fn choose(logits: &Tensor, sampling: &Sampling) -> Tensor {
     let Sampling { temperature, top_k, top_p } = *sampling;
     if temperature == 0.0 {
@@ -131,15 +132,15 @@ fn choose(logits: &Tensor, sampling: &Sampling) -> Tensor {
     }
     let count = top_k.map_or(logits.numel(), |k| k.min(logits.numel()));
     let (values, tokens) = logits.topk(count as i64, -1, true, true);
-    // Subtracts the largest logit first: divided by a tiny temperature, it would overflow.
+    // Subtracts the largest logit first, because a large logit divided by a tiny temperature would overflow.
     let chances = ((&values - values.max()) / temperature).softmax(-1, Kind::Double);
-    // Drops a token if the likelier ones already add up to `top_p`.
+    // Drops a token if the probabilities of the likelier tokens already add up to `top_p`.
     let before = chances.cumsum(-1, Kind::Double) - &chances;
     let chances = if top_p < 1.0 { &chances * before.lt(top_p) } else { chances };
     tokens.index_select(0, &chances.multinomial(1, false))
 }
 
-/// Text that grows token by token; each piece is printed once.
+/// Text that grows token by token. It remembers how much is printed, so that each part is printed once.
 #[derive(Debug)]
 struct GrowingText {
     text: String,
@@ -148,13 +149,13 @@ struct GrowingText {
 }
 
 impl GrowingText {
-    /// Starts with the text of these tokens, already printed.
+    /// Starts with the text of these tokens, which is already printed.
     fn after(tokens: &[i64], tokenizer: &Tokenizer) -> Result<Self> {
         let text = tokenizer.decode(tokens)?;
         Ok(Self { shown: text.len(), text })
     }
 
-    /// Returns the text that the last token added: nothing while it ends in the middle of a character.
+    /// Returns the text not yet printed, or nothing while the text ends in the middle of a character.
     fn grown(&mut self, tokens: &[i64], tokenizer: &Tokenizer) -> Result<&str> {
         self.text = tokenizer.decode(tokens)?;
         let is_broken_off = self.text.ends_with(char::REPLACEMENT_CHARACTER);

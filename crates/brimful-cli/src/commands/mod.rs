@@ -1,4 +1,4 @@
-//! Commands of the program, one file each.
+//! Commands of the program, one module each.
 
 pub(crate) mod completions;
 pub(crate) mod demo;

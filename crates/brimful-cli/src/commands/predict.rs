@@ -18,7 +18,7 @@ use crate::progress::Progress;
 use crate::saved_weights::{LoadedModel, PIXELS, SavedWeights, Weights};
 use crate::setting::{self, EvaluationPlace, IMAGE_MODELS, ModelName, NumberType, typed, words};
 
-/// Samples held in memory at once when they are streamed.
+/// Number of samples in memory at once, if samples are loaded on demand.
 const AT_ONCE: usize = 256;
 /// Number of likeliest classes in a prediction.
 const TOP: i64 = 5;
@@ -100,7 +100,7 @@ struct Prediction {
     target: Option<i64>,
     /// Likeliest classes, the answer first.
     top: Vec<Answer>,
-    /// Name of the true class. JSON has its number alone, from which readers look up the name.
+    /// Name of the true class, for the text output. JSON has only the number of the true class.
     #[serde(skip)]
     right: Option<String>,
 }
@@ -115,7 +115,7 @@ struct Answer {
     name: Option<String>,
 }
 
-/// Likeliest classes of a sample, their probabilities, and its true class.
+/// Likeliest classes of a sample, the probabilities of these classes, and the sample's true class.
 type Likeliest = ((Vec<i64>, Vec<f64>), i64);
 
 /// Samples to predict.
@@ -123,7 +123,7 @@ type Likeliest = ((Vec<i64>, Vec<f64>), i64);
 struct Asked {
     samples: SampleSet,
     sample: Sample,
-    /// Paths of the samples, if each is a file of its own.
+    /// Paths of the samples, if each sample is a separate file.
     files: Vec<PathBuf>,
     class_names: Vec<String>,
 }
@@ -201,7 +201,7 @@ impl Asked {
         Ok(Self { samples, sample, files: Vec::new(), class_names: Vec::new() })
     }
 
-    /// Opens image files, in the size that the model was trained with.
+    /// Opens image files, in the size of `--image`, or else in the size that the model was trained with.
     fn files(
         paths: &[PathBuf],
         options: &PredictOptions,
@@ -234,7 +234,8 @@ impl Asked {
         Ok(Self { samples, sample, files, class_names })
     }
 
-    /// Makes predictions of the samples at these indices from their likeliest probabilities and classes.
+    /// Makes the predictions for the samples at these indices, from the samples' likeliest classes and their
+    /// probabilities.
     fn predictions(
         &self,
         indices: impl Iterator<Item = usize>,

@@ -1,5 +1,5 @@
-//! `brimful report`: makes a page that any browser opens from a run file. The page has its data, styles and scripts in
-//! a single file.
+//! `brimful report`: makes a page from a run file. The page is a single file with its data, styles and scripts,
+//! which any browser opens.
 
 use std::path::{Path, PathBuf};
 
@@ -71,7 +71,7 @@ pub(crate) fn write_page(path: &Path, run: &Run) -> Result<()> {
     Ok(save::replace(path, render(run).as_bytes())?)
 }
 
-/// Fills the page's placeholders in one pass: placeholders in the inserted text stay as they are.
+/// Fills the page's placeholders in one pass, so that a placeholder in the inserted text is not filled.
 fn render(run: &Run) -> String {
     let (styles, scripts) = (STYLES.concat(), SCRIPTS.concat());
     let (title, data) = (escape_text(&run.title), escape_script(&run.to_json()));
@@ -94,7 +94,7 @@ fn escape_text(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;")
 }
 
-/// Escapes JSON so that nothing in it ends a script element or a line of one.
+/// Escapes JSON so that no text in the JSON ends the script element or a line of the script.
 fn escape_script(json: &str) -> String {
     json.replace('<', "\\u003c").replace('\u{2028}', "\\u2028").replace('\u{2029}', "\\u2029")
 }

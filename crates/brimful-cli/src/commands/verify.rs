@@ -57,7 +57,7 @@ pub struct VerifyOptions {
     json: bool,
 }
 
-/// Compares the gradients, and returns a fault if one differs by more than rounding.
+/// Compares the gradients, and returns a fault if a gradient differs by more than rounding.
 pub(crate) fn run(options: &VerifyOptions) -> Result<Exit> {
     let subject = VerifiedModel::new(options)?;
     let full = subject.gradients(MicroBatches::Count(1))?;
@@ -90,7 +90,7 @@ struct Gradients {
 impl VerifiedModel {
     fn new(options: &VerifyOptions) -> Result<Self> {
         let sample = options.model.synthetic_sample();
-        // With the whole mini-batch as its only micro-batch, deferred statistics are exact.
+        // This model gets the whole mini-batch as its only micro-batch, so deferred statistics are exact here.
         let statistics = match options.batch_norm {
             Some(NormStatistics::Exact) => Some(NormStatistics::Deferred),
             other => other,
@@ -125,8 +125,8 @@ impl VerifiedModel {
         Ok(Gradients { loss: step.loss, sizes: step.sizes, named })
     }
 
-    /// Computes the gradients in a pipeline with the same parameters and exact BatchNorms: a barrier across
-    /// micro-batches.
+    /// Computes the gradients in a pipeline with the same parameters and exact BatchNorms. Exact BatchNorms need a
+    /// pipeline, because they have a barrier across micro-batches.
     fn exact_gradients(&self, options: &VerifyOptions, size: MicroBatches) -> Result<Gradients> {
         let sample = options.model.synthetic_sample();
         let layers = options.model.layers_normed(&sample, DROPOUT, options.batch_norm)?;
@@ -168,7 +168,7 @@ impl VerifyReport {
                 let scale = full.abs().max().double_value(&[]).max(f64::MIN_POSITIVE);
                 ((full - split).abs().max().double_value(&[]) / scale, name)
             }
-            // One of the two has no gradient at all.
+            // Only the full batch, or only the micro-batches, gave this parameter a gradient.
             _ => (f64::INFINITY, name),
         });
         let worst = errors.max_by(|a, b| a.0.total_cmp(&b.0));

@@ -35,7 +35,7 @@ pub(super) struct Writer {
     pub(super) ends: Vec<i64>,
     /// Sampling parameters of the model's folder.
     pub(super) sampling: Sampling,
-    /// Number of tokens that the tokenizer knows. A model may have more, which stand for nothing.
+    /// Number of tokens that the tokenizer knows. A model may have more tokens, which stand for no text.
     known: i64,
 }
 
@@ -51,12 +51,12 @@ struct TextModel {
     told: GenerationConfig,
 }
 
-/// Place where the model runs.
+/// A built model, by the place of its weights.
 #[derive(Debug)]
 enum TextRunner {
     /// The whole model on a device.
     Whole { model: Model, store: VarStore },
-    /// Offloaded to the host, one layer at a time on the device.
+    /// The model offloaded to the host. Its layers are copied to the device in turn.
     Streamed(Box<Pipeline>),
 }
 
@@ -70,7 +70,7 @@ impl Writer {
         };
         let prompt = tokenizer.encode(&options.prompt)?;
         let known = tokenizer.vocabulary();
-        // As long as the prompt and the text to write, and at most as the model's context.
+        // The cache has room for the prompt and the text to write, but at most for the model's context.
         let cache = KeyValueCache::new(context.min((prompt.len() + options.tokens) as i64));
         let layers = match &weights {
             Weights::Folder(folder) => folder.layers_with_cache(&cache),
@@ -96,11 +96,11 @@ impl Writer {
         self.cache.capacity() as usize
     }
 
-    /// Returns the logits of the token that follows these.
+    /// Returns the logits of the token that follows these tokens.
     pub(super) fn next(&mut self, tokens: &[i64]) -> Result<Tensor> {
         let capacity = self.context();
         let unseen = match tokens.len() > capacity {
-            // The context moves on, so every position changes and the cache starts again.
+            // The context drops its first token, so every position changes and the cache must be filled anew.
             true => {
                 self.cache.clear();
                 &tokens[tokens.len() - capacity..]
@@ -145,8 +145,8 @@ impl TextModel {
 }
 
 impl TextRunner {
-    /// Builds the model on the requested device, or offloaded with its layers copied there in turn. `stored` is the
-    /// dtype of the weights in their file.
+    /// Builds the model on the requested device. With `--from-host`, builds the model offloaded to the host.
+    /// `stored` is the dtype of the weights in their file.
     fn build(layers: Layers, stored: Kind, options: &GenerateOptions) -> Result<(Self, Device)> {
         let device = setting::device(options.device.as_deref())?;
         let dtype = options.dtype.unwrap_or_else(|| NumberType::holding(stored));
@@ -181,7 +181,7 @@ impl TextRunner {
         let _without = tch::no_grad_guard();
         match self {
             Self::Whole { model, .. } => Ok(model.forward_t(tokens, false)),
-            // Copies back the last position only: the logits of all positions would take much memory.
+            // Copies back only the last position, because the logits of all positions would take much memory.
             Self::Streamed(pipeline) => {
                 Ok(pipeline.map(tokens, |out: Tensor| out.narrow(1, -1, 1))?)
             }

@@ -21,7 +21,7 @@ use crate::exit::{ensure_use, wrong_use};
 use crate::files::text_of;
 use crate::progress::Progress;
 
-/// Time of a device's whole backward by default: twice that of a forward.
+/// Default time of a device's whole backward: twice the default time of a forward.
 const BACKWARD: f64 = 2.0;
 
 /// Plans to print, draw and trace.
@@ -45,7 +45,8 @@ pub(super) struct PlanAnswer {
 }
 
 impl PlanAnswer {
-    /// Orders plans that fit first, then by time, then by activations held.
+    /// Orders plans: first the plans that fit. Then shorter steps come first, and then steps that hold fewer
+    /// activations.
     fn rank(&self, other: &Self) -> Ordering {
         (other.line.fits.cmp(&self.line.fits))
             .then(self.line.makespan.total_cmp(&other.line.makespan))
@@ -99,7 +100,7 @@ pub(super) fn find(options: &PlanOptions) -> Result<Answers> {
     Ok(Answers { lines, shown, refused: Vec::new(), in_seconds: false, capacity: None })
 }
 
-/// Refuses a memory limit without any bytes to compare it with.
+/// Refuses a memory limit if the options give no bytes to compare with the limit.
 fn check_limit(options: &PlanOptions, has_bytes: bool) -> Result<()> {
     match options.memory_limit {
         Some(limit) if !has_bytes => Err(wrong_use(format!(
@@ -110,7 +111,8 @@ fn check_limit(options: &PlanOptions, has_bytes: bool) -> Result<()> {
     }
 }
 
-/// Measures or reads the layers' costs, if a model or a profile is given. Returns also the tokens of a sample of text.
+/// Measures or reads the layers' costs, if a model or a profile is given. If the samples are text, also returns
+/// the number of tokens per sample.
 fn profile(options: &PlanOptions) -> Result<Option<(Profile, Option<u64>)>> {
     let MeasuredModel { model, profile, .. } = &options.measured;
     match (model, profile) {
@@ -129,7 +131,7 @@ fn from_profile(
     check_limit(options, profile.layers.iter().any(weighs))?;
     let request = request(options, profile)?;
     let mut plan = planned(&request)?;
-    // The sort is stable: it keeps the planner's order among plans that fit, and among the others.
+    // The sort is stable: it keeps the planner's order among plans that fit, and among plans that do not fit.
     plan.rows.sort_by_key(|row| !row.fits);
     let mut best: Vec<&PlanRow> = Vec::new();
     for row in &plan.rows {
@@ -303,8 +305,8 @@ impl PlainNumbers {
         self.backward.or(sum).unwrap_or(BACKWARD)
     }
 
-    /// Returns a device's costs as one layer. If only one of dX and dW is given, the other is the rest of the backward.
-    /// If neither is given, each is half of it.
+    /// Returns a device's costs as one layer. If only one of dX and dW is given, the other is the rest of the
+    /// backward. If neither is given, each is half of the backward.
     fn whole_device(&self) -> LayerCost {
         let backward = self.backward();
         let rest = |half: Option<f64>| f64::max(backward - half.unwrap_or(backward / 2.0), 0.0);
@@ -318,7 +320,7 @@ impl PlainNumbers {
         }
     }
 
-    /// Refuses an input and a weight gradient that together take less than the whole backward.
+    /// Refuses times of dX and dW whose sum is less than the time of the whole backward.
     fn check(&self) -> Result<()> {
         let device = self.whole_device();
         let (input, weight) = device.split_backward();

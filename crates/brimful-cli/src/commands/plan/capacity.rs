@@ -1,4 +1,5 @@
-//! Limits of offloading: the largest model that the memory holds, and the samples that hide the transfers.
+//! Limits of offloading: the largest model that the memory holds, and the number of samples whose compute hides
+//! the transfers.
 
 use brimful::Bytes;
 use brimful::balance::LayerCost;
@@ -15,8 +16,8 @@ pub(super) struct Capacity {
     device_memory: Option<u64>,
     /// Number of parameters that host and devices can hold together.
     most_parameters: u64,
-    /// Least samples per step whose compute takes as long as the transfers of a fully offloaded model; null if no
-    /// number does.
+    /// Least number of samples per step whose compute takes as long as the transfers of a fully offloaded model;
+    /// null if there is no such number.
     hidden_from_samples: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     hidden_from_tokens: Option<u64>,
@@ -87,8 +88,9 @@ fn kept_gradient(request: &Request<'_>) -> f64 {
     }
 }
 
-/// Returns the bytes of a device that cannot hold resident parameters: for the largest layer, two buffers of weights,
-/// two of optimizer state and kept gradients, and its gradients and activations.
+/// Returns the bytes of a device that are needed for work, and so cannot hold resident parameters. They are for
+/// the largest layer: two buffers of weights, two buffers of optimizer state and kept gradients, the gradients,
+/// and the activations.
 fn working_bytes(request: &Request<'_>) -> f64 {
     let micro_batch = request.micro_batches.iter().map(|m| request.samples.div_ceil(*m)).min();
     let of_layer = |layer: &LayerCost| {
@@ -100,8 +102,9 @@ fn working_bytes(request: &Request<'_>) -> f64 {
     request.profile.layers.iter().map(of_layer).fold(0.0, f64::max)
 }
 
-/// Returns the least samples per step with which the forward, and the backward with recomputation, take as long as the
-/// transfers beside them. Transfers in both directions run at the same time.
+/// Returns the least number of samples per step that hides the transfers. With so many samples, the forward takes
+/// as long as the transfers during the forward. The backward with recomputation takes as long as the transfers
+/// during the backward. Transfers in both directions run at the same time.
 fn hidden_from(request: &Request<'_>) -> Option<u64> {
     let layers = &request.profile.layers;
     let sum = |of: fn(&LayerCost) -> f64| layers.iter().map(of).sum::<f64>();
@@ -115,7 +118,8 @@ fn hidden_from(request: &Request<'_>) -> Option<u64> {
         false => (both(weights + state + gradients, weights + state), both(weights, gradients)),
     };
     let samples = (beside_forward / forward).max(beside_backward / (forward + backward));
-    // Without weights this is not a number, which becomes 0: there is nothing to hide.
+    // Without weights and compute, `samples` is NaN (0 / 0). The cast makes it 0, because there are no transfers
+    // to hide.
     (!samples.is_infinite()).then_some(samples.ceil() as u64)
 }
 

@@ -17,11 +17,12 @@ use crate::model::unopened;
 use crate::progress::begin_measuring;
 use crate::setting::{DROPOUT, ModelSource, SEQUENCE, typed};
 
-/// Samples measured together: enough to separate the time of a sample from that of a call.
+/// Number of samples measured together: enough to separate the time of a sample from the overhead of a call.
 const SAMPLES: usize = 16;
 
 impl MeasuredModel {
-    /// Measures times and sizes of the model's layers on the device. Returns also the tokens of a sample of text.
+    /// Measures times and sizes of the model's layers on the device. If the samples are text, also returns the
+    /// number of tokens per sample.
     pub(super) fn measure(&self, model: &ModelSource) -> Result<(Profile, Option<u64>)> {
         let device = device::find(&self.device)?;
         self.dtype.prepare(device)?;
@@ -62,15 +63,15 @@ impl MeasuredModel {
         Ok(recipe.method().state_factor_in(self.kind()))
     }
 
-    /// Returns the bytes of offloaded gradients for each byte of parameters, if their dtype differs from that of the
-    /// sums.
+    /// Returns the bytes of offloaded gradients for each byte of parameters, if their dtype is not the dtype of
+    /// the sums.
     pub(super) fn sent_gradient_bytes(&self) -> Result<Option<f64>> {
         self.offload_gradients.check(self.dtype)?;
         Ok((self.offload_gradients == GradientDtype::Bf16).then_some(1.0))
     }
 
-    /// Returns whether gradients are summed in tensors apart from each micro-batch's own gradients. A profile does not
-    /// say so, and counts as true.
+    /// Returns whether the sums of gradients are separate tensors, beside the gradients of each micro-batch. A
+    /// profile does not tell, so for a profile the answer is true.
     pub(super) fn sums_apart(&self) -> Result<bool> {
         match self.model {
             Some(_) => Ok(sums_apart(device::find(&self.device)?, self.kind())),

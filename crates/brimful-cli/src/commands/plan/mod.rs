@@ -18,11 +18,11 @@ use crate::{calendar, output, shell};
 use answers::{Answers, PlanAnswer, PlanLine};
 pub(crate) use options::PlanOptions;
 
-/// A grid with more lines than this is left out; the picture and the trace show everything.
+/// Limit on the lines of a grid. A larger grid is not printed; the picture and the trace show everything.
 const LINES: usize = 16;
 /// Width of a grid that is not for a terminal.
 const COLUMNS: usize = 120;
-/// A picture with more actions than this would be unreadable.
+/// Limit on the actions in a picture, because a picture with more actions would be unreadable.
 const DRAWN: usize = 100_000;
 
 /// Prints the plans, and writes the requested files.
@@ -55,7 +55,7 @@ pub(crate) fn run(options: &PlanOptions) -> Result<Exit> {
     Ok(if fits { Exit::Done } else { Exit::DoesNotFit })
 }
 
-/// Formats the reasons of schedules that were left out. One is enough: most share it.
+/// Formats the reasons why schedules were left out. Shows only the first reason, because most schedules share it.
 fn left_out(refused: &[String]) -> String {
     match refused {
         [] => String::new(),
@@ -67,8 +67,8 @@ fn left_out(refused: &[String]) -> String {
 fn grid(best: &PlanAnswer) -> Result<String> {
     let PlannedStep { actions, transfers, .. } = &best.step;
     let columns = output::columns().unwrap_or(COLUMNS);
-    // Checked before rendering: a grid has a cell for each tick of each device, and many devices would fill the
-    // memory.
+    // The check comes before rendering. A grid has a cell for each tick of each device, so the grid of many
+    // devices would fill the memory.
     let is_small = actions.lists().iter().map(Vec::len).sum::<usize>() < LINES * columns;
     let grid = || {
         let grid = match transfers.is_empty() {

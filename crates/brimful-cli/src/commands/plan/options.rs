@@ -211,12 +211,12 @@ impl PlanOptions {
         files.into_iter().flatten().collect()
     }
 
-    /// Returns the description of one device; all are alike.
+    /// Returns the description of one device. All devices are alike.
     pub(super) fn device(&self) -> PlanDevice {
         PlanDevice { memory: self.memory_limit.map(|memory| memory.0), ..PlanDevice::default() }
     }
 
-    /// Returns the description of the device that the model is measured on: a GPU's memory limits it too.
+    /// Returns the description of the device that the model is measured on. The memory of a GPU is a limit too.
     pub(super) fn measured_device(&self) -> Result<PlanDevice> {
         if self.measured.model.is_none() {
             return Ok(self.device());
@@ -240,7 +240,7 @@ impl PlanOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ScheduleChoice {
     All,
-    /// Interleaved or breadth first, with the number of stages on each device left open.
+    /// A schedule whose name leaves the number of stages per device open, such as `interleaved`.
     Unnumbered(Schedule),
     One(Schedule),
 }

@@ -17,7 +17,7 @@ pub(super) fn compare(shown: &[PlanAnswer], in_seconds: bool) -> String {
     let any = |is: fn(&PlanLine) -> bool| shown.iter().any(|answer| is(&answer.line));
     let has_bytes = any(|line| line.peak_bytes.iter().any(|bytes| *bytes > 0));
     let time = if in_seconds { seconds } else { number };
-    // Columns that are empty or equal in every row are left out.
+    // Leaves out columns that would say nothing, such as `fits` if every plan fits.
     let columns: [Column<'_>; 10] = [
         (true, "schedule", &|answer| answer.line.schedule.clone()),
         (true, "m", &|answer| answer.line.micro_batches.to_string()),
@@ -147,7 +147,7 @@ fn differ(stages: &[StageLine]) -> bool {
         || stages.windows(2).any(|pair| pair[0].planned != pair[1].planned)
 }
 
-/// Formats one line for each run of equal stages, or nothing if all stages are equal and on their devices.
+/// Formats one line for each sequence of equal stages, or nothing if all stages are equal and on their devices.
 pub(super) fn describe(stages: &[StageLine]) -> String {
     if !differ(stages) {
         return String::new();
