@@ -17,7 +17,7 @@ pub const MOMENTUM: f64 = 0.9;
 pub const LEAST_SQUARE: f64 = 0.1;
 pub const LEAST_SIZE: f64 = 0.1;
 pub const LEAST_NORM: f64 = 1e-2;
-/// What AdamW adds to its divisor, for the same reason, and its weight decay.
+/// Epsilon of AdamW, for the same reason, and its weight decay.
 pub const LEAST_ROOT: f64 = 0.1;
 pub const DECAY: f64 = 0.1;
 /// As Muon, which leaves vectors to AdamW, adds.

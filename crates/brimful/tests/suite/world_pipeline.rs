@@ -175,7 +175,7 @@ fn a_variable_that_is_shared_within_one_rank_is_no_other_ones_matter() {
     });
 }
 
-/// Of the last mini-batch, one of the pipelines has no sample.
+/// Checks windows in whose last mini-batch one of the pipelines has no sample.
 #[test]
 fn two_pipelines_of_two_ranks_each() {
     in_ranks(4, |world| {
