@@ -64,7 +64,7 @@ impl Arena {
     /// Changes the limit; `None` removes it.
     ///
     /// # Errors
-    /// When the limit is 0, or below the bytes in use: then the old one stays.
+    /// When the limit is 0, or below the bytes in use: then the old limit stays.
     pub fn set_limit(&self, bytes: Option<u64>) -> Result<()> {
         check_limit(&self.name, bytes, self.current())?;
         self.account.set_limit(bytes);
@@ -176,7 +176,7 @@ impl Memory {
     /// cache: so several processes can share a GPU, and a large GPU can stand in for a smaller one.
     ///
     /// # Errors
-    /// When the limit is 0, or below the bytes in use: then the old one stays. When the accelerator does
+    /// When the limit is 0, or below the bytes in use: then the old limit stays. When the accelerator does
     /// not respond.
     pub fn set_limit(&self, bytes: Option<u64>) -> Result<()> {
         match self {

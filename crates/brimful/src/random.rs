@@ -75,9 +75,9 @@ impl StepRng {
 
 /// Generator of this thread on a device, seeded for each layer.
 ///
-/// On a CPU it is a generator of the thread's own. On an accelerator it is the device's default one, because
-/// kernels such as dropout's take no other: threads that share the device must take turns, and restore its
-/// state in the end.
+/// On a CPU, the thread has a generator of its own. On an accelerator, all threads use the device's default
+/// generator, because kernels such as dropout's take no other: threads that share the device must take turns, and
+/// restore the generator's state in the end.
 #[derive(Debug)]
 pub(crate) struct Generator {
     own: OwnGenerator,

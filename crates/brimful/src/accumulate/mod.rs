@@ -60,7 +60,8 @@ impl Accumulator {
     /// restores them.
     pub(crate) fn begin(parameters: Vec<Tensor>, named: &Named) -> Result<Self> {
         check_dense(&parameters, named)?;
-        // Existing gradients get memory of their own, because the step's gradients are added to them in place.
+        // Existing gradients that share memory are copied, because the step's gradients are added to each one in
+        // place.
         own(&parameters)?;
         // Pointers, not copies: a step needs no memory for gradients that existed before.
         let aside = parameters.iter().map(fitting_gradient).collect::<Result<_>>()?;

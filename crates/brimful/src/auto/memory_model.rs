@@ -150,9 +150,9 @@ impl MemoryModel {
         })
     }
 
-    /// Returns the largest size that the measured needs allow. Where a measured size exceeds the budget,
-    /// interpolating between the needs on both sides of the budget is more accurate than the line through
-    /// the largest sizes.
+    /// Returns the largest size that the measured needs allow. If the need of a measured size exceeds the budget,
+    /// interpolating between the needs on both sides of the budget is more accurate than the line through the
+    /// largest sizes.
     fn largest_as_measured(&self, budget: u64) -> usize {
         // If a size needed more than a larger one, other data were in memory when it was measured.
         let mut sound: Vec<(f64, f64)> = Vec::new();
@@ -194,8 +194,8 @@ impl MemoryModel {
 
 /// Predicts the line for samples of `elements` elements from the lines of other lengths.
 ///
-/// The cost of an element may grow with their number, as attention's does. Lines of two lengths determine the
-/// power; the line of a single length is scaled linearly.
+/// The cost of a sample may grow with a power of its number of elements, as attention's does. Lines of two lengths
+/// determine the power; the line of a single length is scaled linearly.
 pub(crate) fn predict_line(known: &[(u64, Line)], elements: u64) -> Option<Line> {
     let distance = |(e, _): &&(u64, Line)| (*e as f64 / elements as f64).ln().abs();
     let mut nearest: Vec<&(u64, Line)> = known.iter().collect();

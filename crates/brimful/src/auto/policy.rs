@@ -29,9 +29,10 @@ const REPEATS: usize = 3;
 /// Factor by which the climb multiplies the size. A device has to choose kernels for every new shape, so few large
 /// increases are cheaper than many small ones.
 const CLIMB_FACTOR: usize = 32;
-/// Two sizes less than 30 % apart have no third between them: their rates would not differ measurably.
+/// No size is tried between two sizes that are less than 30 % apart, because their rates would not differ
+/// measurably.
 const MIN_GAP_FACTOR: f64 = 1.3;
-/// A size that divides the samples equally may be as small as 65 % of the largest that fits.
+/// A size that divides the samples equally is preferred if it is at least 65 % of the largest size that fits.
 const EVEN_MIN_RATIO: f64 = 0.65;
 /// A size at least 10 % above the best is worth a timed step.
 const WORTHWHILE_FACTOR: f64 = 1.1;
@@ -65,7 +66,7 @@ pub(crate) struct Policy {
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Climb {
-    /// Last size tried.
+    /// Largest size tried so far.
     rung: usize,
     /// Number of consecutive sizes that were no faster.
     misses: u32,
@@ -74,7 +75,7 @@ struct Climb {
     bound: Option<usize>,
 }
 
-/// Size that a step was run with outside of a trial.
+/// Size with which a step was run outside of a trial.
 #[derive(Debug, Clone, Copy)]
 struct Chosen {
     size: usize,
@@ -342,16 +343,16 @@ struct Failures {
 #[derive(Debug, Clone, Copy)]
 struct Ceiling {
     size: usize,
-    /// Largest size allowed since.
+    /// Largest size allowed since the failure.
     cap: usize,
-    /// Largest size known to fit at the time.
+    /// Largest size known to fit at the failure.
     fitted: usize,
-    /// Bytes free at the time.
+    /// Bytes free at the failure.
     available: u64,
     why: Why,
-    /// Whether it was tried again after calm steps, which happens once.
+    /// Whether the failed size was tried again after calm steps, which happens once.
     tried_again: bool,
-    /// Whether it is being tried again.
+    /// Whether the failed size is being tried again.
     lifted: bool,
 }
 

@@ -83,7 +83,7 @@ impl Sizes {
         }
     }
 
-    /// Returns a sizer that starts from samples of other shapes: from their cost for each element, and
+    /// Returns a sizer that starts from what is known of samples of other shapes: their cost per element, and
     /// their best sizes.
     fn suggested_by_others(&self, kind: &Kind, floors: &[u64]) -> Sizer {
         let memories = floors.len();
@@ -115,8 +115,8 @@ impl Sizes {
         }
     }
 
-    /// Returns twice the expected fastest size, because half of it is tried first. The largest size is left
-    /// to the memory model.
+    /// Returns twice the expected fastest size, because half of it is tried first. For the largest size there is
+    /// no expectation: the memory model alone decides.
     fn start(&self, best: usize, ratio: f64) -> usize {
         match self.goal {
             Goal::Fastest => ((2.0 * best as f64 * ratio) as usize).max(1),
@@ -186,7 +186,8 @@ impl Kind {
         self.leaves.iter().map(|(_, shape)| count(shape)).sum()
     }
 
-    /// Returns whether samples differ at most in their shapes.
+    /// Returns whether the kinds have the same use, and samples that differ at most in the lengths of their
+    /// dimensions.
     pub(crate) fn is_akin(&self, other: &Self) -> bool {
         let types = |kind: &Self| {
             kind.leaves.iter().map(|(kind, s)| (kind.clone(), s.len())).collect::<Vec<_>>()

@@ -73,7 +73,8 @@ impl MeasuredLayer<'_> {
         })
     }
 
-    /// Returns the times with a quarter of the samples, if that is more than one.
+    /// Returns the times with a quarter of the samples; `None` if that is fewer than two samples, or the tensors
+    /// cannot be cut.
     pub(super) fn part_times(&self, input: &[Tensor]) -> Result<Option<(i64, LayerTimes)>> {
         let few = self.samples / 4;
         // Only tensors with a row for each sample can be cut.

@@ -52,7 +52,7 @@ impl<M: 'static> Replicas<M> {
         Ok(self.workers.each_or_error(jobs, run)?)
     }
 
-    /// Merges all replicas' parts, in their order; undoes them if that fails.
+    /// Merges all replicas' parts, in their order; undoes the parts if the merge fails.
     fn joined<O: Batch>(
         &self,
         mut parts: Vec<StoreAttempt>,

@@ -123,7 +123,7 @@ impl<M: 'static> Replicas<M> {
             move || Replica::build(number, store, &device, &*build)
         });
         let others = devices[1..].iter().map(|device| device.device).collect();
-        // The initial values of the others are replaced, so their draws must not move the generators.
+        // The initial values of the other replicas are replaced, so their draws must not move the generators.
         let workers =
             preserving_generators(others, || Workers::spawn(&devices, builders.collect()))?;
         mirror::check_alike(&stores.iter().map(ModelOutline::of).collect::<Vec<_>>())?;

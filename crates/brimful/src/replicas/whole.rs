@@ -102,7 +102,7 @@ impl<M: 'static> Replicas<M> {
         oom::catch(|| samples.join(outputs))
     }
 
-    /// Computes the loss on the first replica; returns its attempt, and each output's gradient.
+    /// Computes the loss on the first replica; returns the loss's attempt, and each output's gradient.
     fn loss_on<O: Batch + 'static>(
         &self,
         outputs: &O,
@@ -122,8 +122,8 @@ impl<M: 'static> Replicas<M> {
         })?
     }
 
-    /// Runs all replicas' backwards from their outputs' gradients, and merges them into the loss's attempt;
-    /// undoes everything if that fails.
+    /// Runs all replicas' backwards from their outputs' gradients, and merges them into the loss's attempt; undoes
+    /// everything if a backward or the merge fails.
     fn returned<B: Batch + 'static, O: Batch + 'static>(
         &self,
         parts: Vec<Option<(ReplicaJob<B>, RowGradients)>>,

@@ -37,8 +37,8 @@ impl Watch {
         Ok(Self { device, current: now.current, before: now.peak })
     }
 
-    /// Returns the need of the eager run, which is the expected need of the capture. From here on the capture
-    /// is measured.
+    /// Returns the need of the eager run, which is the expected need of the capture. The measurement of the
+    /// capture begins here.
     pub(super) fn eager_need(&mut self) -> Result<u64> {
         let now = device_memory(self.device)?;
         self.before = self.before.max(now.peak);
@@ -54,8 +54,8 @@ pub(super) fn free_beside(device: Device, kept: u64) -> Result<u64> {
     Ok(now.free + now.reserved.saturating_sub(now.current + kept))
 }
 
-/// Makes room for a graph of this need. A graph cannot use the cache of eager runs, so the cache is emptied
-/// unless enough is free besides. Returns the free bytes.
+/// Makes room for a graph of this need. A graph cannot use the cache of eager runs, so the cache is emptied unless
+/// enough memory is free outside the cache. Returns the free bytes.
 pub(super) fn free_memory(device: Device, need: u64) -> Result<u64> {
     let free = device_memory(device)?.free;
     if free >= need.saturating_mul(PLENTY_FACTOR) {
@@ -88,8 +88,8 @@ impl CaptureRoom {
         Ok(Bytes(need))
     }
 
-    /// Counts an eager run during which no graph was running, so that the two did not need their memory at the
-    /// same time.
+    /// Counts an eager run by itself: no graph ran at the same time, so the memory of the run and of a graph do
+    /// not add up.
     pub(super) fn pause(&mut self, watch: &Watch) -> Result<()> {
         let peak = device_memory(watch.device)?.peak;
         self.interrupted = self.interrupted.max(watch.before + self.needed).max(peak);
