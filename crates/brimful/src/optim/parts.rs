@@ -52,7 +52,7 @@ impl<P> Parts<P> {
     /// Waits until no other holder uses the workers.
     ///
     /// # Errors
-    /// On a thread of these workers within a step, which waits for this thread.
+    /// On a thread of these workers within a step, because the step waits for this thread.
     pub(super) fn lock(&self) -> Result<LockedParts<'_, P>> {
         let holder = match &self.holder {
             Holder::Caller(part) => {

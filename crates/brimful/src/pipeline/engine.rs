@@ -165,7 +165,7 @@ impl Attempt<Pipeline> for PipelineAttempt {
         if pipeline.state.non_finite != NonFinitePolicy::RefuseGradients {
             return Ok(());
         }
-        // Only now: a sum may be finite where its cast is not.
+        // Checked after the cast, because a sum may be finite where its cast is not.
         workers.all(|worker| worker.check_finite()).map(drop)
     }
 
@@ -363,7 +363,7 @@ impl Pipeline {
         let collective = exchange.collective.clone();
         let workers = self.workers();
         let answers = workers.each(jobs, move |worker, job| {
-            // Stops the workers that wait for this one, in other ranks too, unless it succeeds.
+            // Unless this worker succeeds, stops the workers that wait for it, in other ranks too.
             let stopping = collective.stopping();
             let done = match job {
                 Some(job) => f(worker, job),
@@ -540,7 +540,7 @@ fn first_failure(
     }
     match (first, stopped) {
         (Some(failed), _) => Err(failed),
-        // Another rank failed; its error replaces this one in the vote.
+        // Another rank failed. Its error replaces the `WorkerGone` in the vote.
         (None, Some(worker)) => Err(Failed::stopped(Error::WorkerGone { worker })),
         (None, None) => Ok(all),
     }

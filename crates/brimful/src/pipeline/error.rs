@@ -292,7 +292,7 @@ const REFUSED_IN_PLACE: &str =
 const NOTHING_CHANGED: &str = "nothing was changed; ";
 
 impl PipelineError {
-    /// Returns the error of a step that failed after updates of so many stages had begun.
+    /// Returns the error of a step that failed after updates of this many stages had begun.
     pub(crate) fn partly_updated(stages: usize, error: &Error) -> Self {
         // The cause may say that nothing was changed, which is wrong after an update.
         let cause = error.to_string().replace(NOTHING_CHANGED, "");

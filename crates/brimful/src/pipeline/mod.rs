@@ -91,7 +91,7 @@ pub struct Pipeline {
     workers: SharedWorkers<Worker>,
     layout: Arc<StageLayout>,
     ranks: Ranks,
-    /// Devices of this process, those of its first pipeline first.
+    /// Devices of this process, in the order of its pipelines.
     devices: Vec<DeviceSpec>,
     balance: crate::balance::Balance,
     schedule: Schedule,
@@ -177,7 +177,7 @@ impl Pipeline {
         self.traces_transfers = on;
     }
 
-    /// Returns the actions of a step of so many micro-batches, as they are executed.
+    /// Returns the actions of a step of this many micro-batches, as they are executed.
     ///
     /// # Errors
     /// When the schedule would be too large, or a graph of an offloaded stage would outlive its weights.

@@ -82,8 +82,8 @@ pub(crate) trait Engine: Sized {
         Ok(false)
     }
 
-    /// Falls back to the user's memory format after this error, if another one is on trial. Returns whether it does:
-    /// then a step may succeed after all.
+    /// Falls back to the user's memory format after this error, if a different format is on trial. Returns whether
+    /// it falls back: then a retry may succeed.
     fn falls_back(&mut self, _error: &Error) -> Result<bool> {
         Ok(false)
     }
@@ -199,8 +199,8 @@ pub(crate) trait Attempt<E>: Sized {
     /// Restores everything to its state before the attempt.
     fn undo(self, engine: &mut E) -> Result<()>;
 
-    /// Detaches the attempt from memory that later steps reuse, so that it can wait for the window's commit.
-    /// Fails if it does not match `earlier`.
+    /// Detaches the attempt from memory that later steps reuse, so that it can wait for the window's commit. Fails
+    /// if the attempt does not match `earlier`.
     fn detach(&mut self, engine: &mut E, earlier: Option<&Self>) -> Result<()>;
 
     /// Merges a detached attempt into earlier mini-batches of the same step. Allocates nothing.

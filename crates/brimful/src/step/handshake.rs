@@ -44,7 +44,7 @@ impl<'a> StepRequest<'a> {
         matches!(self.used, Use::Train | Use::TrainWhole)
     }
 
-    /// Adds a description, for ranks that must all bring the same mini-batch, such as those of one pipeline.
+    /// Adds a description, for ranks that must all bring the same mini-batch, such as the ranks of one pipeline.
     pub(crate) fn with_hash(self, described: String) -> Self {
         Self { hash: Some(described), ..self }
     }
@@ -56,7 +56,7 @@ impl<'a> StepRequest<'a> {
     }
 
     /// Fails the step if this result is an error. The handshake reports it to all ranks: a rank that returned
-    /// earlier would leave the others waiting.
+    /// earlier would leave the other ranks waiting.
     pub(crate) fn provided(self, holds: Result<()>) -> Self {
         let samples = holds.and(self.samples);
         Self { samples, ..self }
@@ -164,7 +164,7 @@ impl Handshake {
         }
         let samples = match samples {
             // An epoch's last mini-batch may not suffice for all replicas: a replica without a sample still takes
-            // part, because the others wait for its share of the sums.
+            // part, because the other replicas wait for its share of the sums.
             Err(Error::Batch(BatchError::Empty)) if team.replicas > 1 => Ok(Samples::default()),
             other => other,
         };

@@ -232,8 +232,8 @@ pub(crate) fn commit<E: Engine>(engine: &mut E) -> Result<StepReport> {
         Ok(window) => window,
         Err(error) if team.is_alone() => return Err(error),
         Err(error) => {
-            // The other ranks are about to vote and would wait for this one. It votes with its error, so that
-            // every rank rolls its window back.
+            // The other ranks are about to vote and would wait for this rank. So this rank votes with its error,
+            // and every rank rolls its window back.
             let undone = engine.state().window.take().map_or(Ok(()), |window| {
                 window.attempt.undo(engine)?;
                 window.before.map_or(Ok(()), |before| before.restore())
@@ -329,7 +329,7 @@ fn keep<E: Engine, O>(
     let earlier = window.as_ref().map(|window| &window.attempt);
     let lasting = caught(|| attempt.detach(engine, earlier));
     if let Err(error) = exchange.report(lasting, start) {
-        // Earlier mini-batches stay: the caller may run this one again, or commit without it.
+        // Earlier mini-batches stay: the caller may run this mini-batch again, or commit without it.
         engine.state().window = window;
         attempt.undo(engine)?;
         return Err(error);
@@ -381,7 +381,7 @@ fn commit_or_undo<E, A: Attempt<E>>(
     start: Instant,
 ) -> Result<(A, Arc<Whole>)> {
     match agree(engine, &mut attempt, exchange, start) {
-        // From here on nothing may fail on one rank alone: the others commit now.
+        // From here on, nothing may fail on one rank alone, because the other ranks commit now.
         Ok(whole) => {
             attempt.commit(engine)?;
             Ok((attempt, whole))
@@ -400,7 +400,7 @@ fn agree<E, A: Attempt<E>>(
     exchange: &Exchange,
     start: Instant,
 ) -> Result<Arc<Whole>> {
-    // A rank that fails votes with its error: if it returned, the others would wait. Hence `caught` and not
+    // A rank that fails votes with its error: if it returned, the other ranks would wait. Hence `caught` and not
     // `?`.
     let reported = caught(|| attempt.report(engine, exchange));
     let reported = exchange.vote(LOSS, reported, start.elapsed())?;

@@ -13,7 +13,7 @@ use crate::Result;
 use crate::memory::Memory;
 use brimful_plan::bytes::Bytes;
 
-/// All replicas' parts of one or several mini-batches, not committed.
+/// Parts that all replicas have run of one or several mini-batches, not committed.
 #[derive(Debug)]
 pub(crate) struct Parts {
     pub(crate) attempt: StoreAttempt,

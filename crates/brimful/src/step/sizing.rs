@@ -26,7 +26,7 @@ pub(super) struct AttemptSizes<'a> {
     in_pieces: bool,
     /// Measurements of the running attempt, if all ranks agreed on its size.
     watch: Option<SizeWatch>,
-    /// Error of this rank that the others do not know yet.
+    /// Error of this rank that the other ranks do not know yet.
     failed: Option<Error>,
     pub(super) log: SizeLog,
 }

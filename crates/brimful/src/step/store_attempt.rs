@@ -149,7 +149,7 @@ impl StoreAttempt {
             later.undo.run()?;
             return Err(error);
         }
-        // Only after the terms have been compared: once merged, the later part cannot be rolled back alone.
+        // Merged only after the terms have been compared, because a merged part cannot be rolled back alone.
         self.undo.extend(later.undo);
         if !later.sums.is_empty() {
             let places = self.places_of(later.parameters);
@@ -165,7 +165,7 @@ impl StoreAttempt {
     fn places_of(&mut self, parameters: Vec<Tensor>) -> Vec<usize> {
         let mine = &mut self.parameters;
         let place = |(at, parameter): (usize, Tensor)| {
-            // Nearly all have the same index.
+            // Nearly all parameters have the same index in both lists.
             let here = mine.get(at).is_some_and(|mine| is_same(mine, &parameter));
             let found = || mine.iter().position(|mine| is_same(mine, &parameter));
             let known = if here { Some(at) } else { found() };
@@ -215,8 +215,8 @@ impl StoreAttempt {
     }
 
     /// Computes all that a commit needs, except the cast of the gradients. `part` is this attempt's index among
-    /// the parts of the `whole`; `collective` is the channel on which its sums are added to those of other ranks,
-    /// if there are any.
+    /// the parts of the `whole`; `collective` is the channel on which its sums are added to the sums of other
+    /// ranks, if there are any.
     pub(crate) fn sum_up(
         &mut self,
         whole: &Whole,
@@ -229,7 +229,7 @@ impl StoreAttempt {
         self.total = match collective {
             None => sums.total(self.parameters.len(), &factors)?,
             Some(collective) => {
-                // All ranks make these collective calls in one order.
+                // All ranks must make these collective calls in the same order.
                 self.sum_statistics(&whole.part(part).layers, collective)?;
                 first_ones = self.first_ones(whole.part(part), collective)?;
                 self.sum_gradients(sums, &factors, whole, part, collective)?

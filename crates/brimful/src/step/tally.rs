@@ -53,11 +53,11 @@ type TermOver = Over<()>;
 /// A group of terms whose gradients have one common factor at the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum TermGroup {
-    /// Not divided any more.
+    /// Gradients that need no further division.
     Done,
-    /// Divided by the number of samples of all mini-batches.
+    /// Gradients to be divided by the number of samples of all mini-batches.
     Samples,
-    /// Divided by the weights of this term.
+    /// Gradients to be divided by the sum of the weights of this term.
     Term(usize),
 }
 
@@ -144,9 +144,9 @@ impl Tally {
         Ok(())
     }
 
-    /// Copies all numbers to the host, in one transfer, so that those of other devices can be added.
+    /// Copies all numbers to the host, in one transfer, so that numbers of other devices can be added.
     pub(crate) fn fetch(&mut self) -> Result<()> {
-        // Each read by itself would wait for the device; this waits once, for all terms together.
+        // Reading each number by itself would wait for the device each time. This waits once for all numbers.
         let Some(all) = self.on_host()? else { return Ok(()) };
         let mut numbers = all.f_split(1, 0)?.into_iter();
         let mut put = |place: &mut Tensor| {
@@ -184,7 +184,8 @@ impl Tally {
         let mut next = || numbers.next().unwrap_or(f64::NAN);
         let mut counted = Counted::default();
         for (index, line) in self.terms.iter().enumerate() {
-            // In f64: over thousands of micro-batches f32 would lose the digits by which losses differ.
+            // Sums are in f64, because over thousands of micro-batches f32 would lose the digits by which losses
+            // differ.
             let mut numerator = 0.0;
             let mut denominator = 0.0;
             for (micro_batch, part) in line.parts.iter().enumerate() {

@@ -37,7 +37,7 @@ impl Undo {
     }
 }
 
-/// Restores running statistics. Copied in place, because layers hold these very tensors.
+/// Restores running statistics in place, because layers hold the tensors.
 pub(crate) fn put_back(statistics: Vec<(Tensor, Tensor)>) -> Result<()> {
     for (mut running, before) in statistics {
         running.f_copy_(&before)?;

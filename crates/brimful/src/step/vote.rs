@@ -76,7 +76,7 @@ impl Exchange {
         let at = match &result {
             Ok(_) => at,
             Err(error) => {
-                // Other ranks may wait for gradients or activations from this one, which will not come.
+                // Other ranks may wait for this rank's gradients or activations, which will not come.
                 self.collective.stop();
                 // A connection error follows from another rank's failure. Users should see that failure, so the
                 // connection error gets the latest time.
@@ -110,7 +110,7 @@ impl Exchange {
 /// Name of the vote in which ranks report losses.
 pub(super) const LOSS: &str = "the loss";
 
-/// Report of one part of an attempt, needed to commit it together with the others.
+/// Report of one part of an attempt, needed to commit all parts together.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct PartReport {
     pub(crate) counted: Counted,
@@ -224,7 +224,7 @@ impl Failed {
         Self { at, cause: Box::new(Caught::Error(error)), follows: false }
     }
 
-    /// Creates a failure that another one has caused; the other one is reported instead.
+    /// Creates a failure that an earlier failure has caused. The earlier failure is reported instead.
     pub(crate) fn stopped(error: Error) -> Self {
         Self { follows: true, ..error.into() }
     }

@@ -6,8 +6,8 @@
 //!   3. every micro-batch backward from its rows of the gradients
 //! ```
 //!
-//! Each engine runs the first and the third in its own way: a pipeline keeps its graphs between them, the
-//! others run forward twice.
+//! Each engine runs steps 1 and 3 in its own way: a pipeline keeps its graphs from 1 to 3, and the other engines
+//! run forward twice.
 
 use std::ops::Range;
 

@@ -82,8 +82,8 @@ impl Muon {
         Self { eps, ..self }
     }
 
-    /// Sets whether the learning rate is multiplied by 0.2 · √max(rows, columns) of a matrix, so that a step is as
-    /// large as one of AdamW, and learning rate and weight decay can be AdamW's. The default is
+    /// Sets whether the learning rate is multiplied by 0.2 · √max(rows, columns) of a matrix, which makes a step
+    /// as large as a step of AdamW. So AdamW's learning rate and weight decay can be used. The default factor is
     /// √max(1, rows / columns).
     pub fn match_rms_adamw(self, matches: bool) -> Self {
         let adjusted_rate =

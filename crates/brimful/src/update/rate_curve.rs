@@ -48,13 +48,13 @@ impl RateCurve {
         Self { warmup: steps, ..self }
     }
 
-    /// Decays linearly, to the final share after `steps` steps, including those of the warm-up.
+    /// Decays linearly, to the final share after `steps` steps, including the warm-up steps.
     pub fn linear(self, steps: usize) -> Self {
         Self { shape: CurveShape::Linear, steps, ..self }
     }
 
     /// Decays along half a cosine, slowly at first and at last, to the final share after `steps` steps,
-    /// including those of the warm-up.
+    /// including the warm-up steps.
     pub fn cosine(self, steps: usize) -> Self {
         Self { shape: CurveShape::Cosine, steps, ..self }
     }

@@ -95,7 +95,7 @@ impl OptimizerPart {
         self.groups.iter().map(|group| read_method(group, metadata)).collect()
     }
 
-    /// Checks that the saved parameters and their groups are those of this optimizer.
+    /// Checks that the saved state has this optimizer's parameters and groups.
     fn check_names(&self, metadata: &Metadata) -> Result<()> {
         let saved = metadata.iter().filter_map(|(key, group)| {
             key.strip_prefix("parameter.").map(|name| (name, group.as_str()))

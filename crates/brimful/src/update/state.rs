@@ -141,8 +141,9 @@ impl ParameterState {
             })
     }
 
-    /// Copies the elements of the parameter that were set since the last update to the master; the others keep
-    /// their f32 digits. Allocates nothing beyond the [scratch space](refresh_scratch) made for it.
+    /// Copies to the master those elements of the parameter that were set since its last update. All other
+    /// elements of the master keep their f32 digits. Allocates nothing beyond the [scratch space](refresh_scratch)
+    /// made for it.
     pub(super) fn refresh(&self, tensor: &Tensor, scratch: &[Tensor]) -> Result<()> {
         let Some(master) = &self.master else { return Ok(()) };
         for (master, tensor) in pieces(master)?.iter().zip(pieces(&tensor.f_detach()?)?) {

@@ -4,8 +4,8 @@
 //! Pipelines and replicas both run on such workers.
 //!
 //! *Streams.* Workers queue their work on the devices' default streams, as most callers do. If the caller has
-//! entered another stream, a worker's work runs after the work that was queued on that stream before the call, and
-//! later work on that stream runs after the worker's work.
+//! entered a different stream, a worker's work runs after the work that was queued on this stream before the call.
+//! Later work on this stream runs after the worker's work.
 
 mod device;
 
@@ -241,8 +241,8 @@ impl<W> SharedWorkers<W> {
     /// Locks the workers for a holder that closures on the workers may call.
     ///
     /// # Errors
-    /// On a thread of these workers while another holder has locked them, because that holder waits for
-    /// this thread.
+    /// When called on a thread of these workers while another holder has locked them, because that holder waits
+    /// for this thread.
     pub(crate) fn lock_outside_step(&self) -> Result<MutexGuard<'_, Workers<W>>> {
         match self.workers.try_lock() {
             Ok(workers) => Ok(workers),

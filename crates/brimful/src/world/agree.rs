@@ -92,7 +92,7 @@ impl World {
         }
         match (first, result) {
             (None, _) => Ok(results),
-            // This rank has the original error; the others have only its message.
+            // This rank has the original error; the other ranks have only the error's message.
             (Some((rank, _)), Err(error)) if rank == self.rank() => Err(error),
             (Some((rank, failure)), _) => Err(self.failed(rank, failure)),
         }

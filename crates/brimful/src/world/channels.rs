@@ -118,7 +118,7 @@ impl Collective {
     /// Reports to all ranks that the collective has failed here, which ends every wait for it.
     pub(crate) fn stop(&self) {
         let Some(open) = &self.0 else { return };
-        // After the end of the world there is no wait to end.
+        // Ignores the error: after the end of the world, there is no wait to end.
         let _ = open.link.with(|engine| engine.stop(open.number));
     }
 

@@ -28,7 +28,7 @@ impl World {
         self.agree_on("what is summed", tensors)?;
         let collective = self.collective()?;
         let all = self.everyone();
-        // If this rank returned early, the others would wait for its part of the ring.
+        // If this rank returned early, the other ranks would wait for its part of the ring.
         let stopping = collective.stopping();
         // Summed in host memory and copied back when all sums are complete: a failure changes no tensor.
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>>>()?;
@@ -63,7 +63,7 @@ impl World {
     /// back.
     ///
     /// # Errors
-    /// On all ranks, when a rank runs out of memory, is lost or has ended.
+    /// When a rank runs out of memory, is lost or has ended. All ranks then get an error.
     pub fn gather(&self, named: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
         self.gather_told(Ok(named))
     }

@@ -54,7 +54,7 @@ pub enum WorldError {
         /// Reason that the rank sent, if any.
         words: Option<String>,
     },
-    /// This rank, which the others have given up because they received no heartbeat from it.
+    /// This rank, which the other ranks have given up because they received no heartbeat from it.
     #[error(
         "the other ranks count this one, rank {rank}, as lost, because they received no heartbeat from it"
     )]

@@ -198,7 +198,7 @@ fn uncharged(outline: &TensorOutline) -> Result<Tensors, WorldError> {
 
 /// Drops the tickets of completed messages.
 pub(super) fn still(tickets: &mut Vec<Ticket>, wire: &mut dyn Wire) -> Result<(), WorldError> {
-    // From the end, where removing is free; the order of completion does not matter.
+    // Removes from the end, which moves no other ticket. The order of completion does not matter.
     while let Some(ticket) = tickets.last() {
         if !wire.is_done(*ticket)? {
             break;

@@ -161,7 +161,7 @@ impl Drop for Pump {
         });
         self.link.ends.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
-        // The thread may be pausing for 10 ms, while all other ranks wait for this one's end.
+        // The thread may be pausing for 10 ms, while all other ranks wait for this rank's end.
         thread.thread().unpark();
         // The thread itself notices lost ranks; but MPI's own end, which it calls last, has no timeout.
         let done = self.done.get_mut().unwrap_or_else(PoisonError::into_inner);

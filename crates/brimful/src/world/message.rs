@@ -15,7 +15,7 @@ use crate::save::KINDS;
 pub(crate) type Tensors = Vec<Vec<Option<Tensor>>>;
 
 /// Ordered channel for tensors from one rank to another. Each collective has its own channels, so that tensors of
-/// a failed collective are not mistaken for those of a later one.
+/// a failed collective are not mistaken for tensors of a later collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct Channel {
     pub(crate) collective: u64,
@@ -102,8 +102,8 @@ impl TensorOutline {
     }
 
     /// Allocates tensors of this outline in host memory, for data that are needed in `memory`. Unless `memory` is
-    /// an arena, the tensors are charged to a new arena without a limit, because the thread that makes progress on
-    /// messages may have entered an unrelated arena that is full.
+    /// an arena, the tensors are charged to a new arena without a limit. Otherwise, they would be charged to the
+    /// arena that this thread has entered, which may be unrelated and full.
     pub(super) fn empty(&self, memory: Option<&Memory>) -> Result<Tensors> {
         let _inside = match memory {
             Some(Memory::Arena(arena)) => arena.enter(),

@@ -1,4 +1,4 @@
-//! Messages between this rank and the others, and the progress of all of them.
+//! Messages between this rank and the other ranks, and the progress of all messages.
 //!
 //! One lock guards the messenger. A waiting thread makes progress on all messages while it waits; the pump also
 //! does so at intervals, because other threads compute.

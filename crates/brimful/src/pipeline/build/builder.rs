@@ -173,7 +173,7 @@ impl Builder {
         }
     }
 
-    /// Sets where the boundaries of offloaded stages wait. The default is the host. On the device they take
+    /// Sets where the boundaries of offloaded stages wait. The default is the host. On the device, boundaries take
     /// memory for every micro-batch, but leave the host link to weights and optimizer state.
     pub fn boundaries(self, location: Location) -> Self {
         Self { boundaries: BoundaryLocations::All(location), ..self }

@@ -41,7 +41,7 @@ impl Builder {
     pub fn build(self) -> Result<Pipeline> {
         // Only a single process plans. In a world, `bring` refuses `Offload::Auto`, which the handshake reports.
         let builder = if self.world.size() == 1 { self.settle_offload()? } else { self };
-        // Not `?`: a rank that cannot build reports that in the handshake, where the others wait for it.
+        // Not `?`: a rank that cannot build reports its error in the handshake, where the other ranks wait for it.
         let request = builder.bring();
         let (replicas_here, replicas) = builder.replicas_here_and_of_ranks();
         let world = builder.world.clone();
@@ -174,7 +174,7 @@ impl Builder {
             Some(recipe) => recipe.actions_by_stage(micro_batches, recompute),
             None => schedule.actions_by_stage(one.devices(), micro_batches, recompute),
         };
-        // Ignores an invalid number of micro-batches: it matters only once a mini-batch is cut into so many.
+        // Ignores an invalid number of micro-batches: it matters only once a mini-batch is cut into that many.
         listed.map_or(Ok(()), |listed| {
             check_offloaded_graphs(&listed, locations, self.offloading.device_buffers)
         })
@@ -202,7 +202,7 @@ impl Builder {
     }
 }
 
-/// Returns the number of workers that so many stages need.
+/// Returns the number of workers that this many stages need.
 pub(super) fn workers_for(schedule: Schedule, stages: usize, devices: usize) -> Result<usize> {
     let per_device = schedule.stages_per_device();
     if per_device == 0 || !stages.is_multiple_of(per_device) {

@@ -13,7 +13,7 @@ use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{DeviceId, Location, Schedule, StageLocation};
 
 impl Builder {
-    /// Chooses the schedule and balance of an offloaded pipeline on so many devices, unless they are set. The
+    /// Chooses the schedule and balance of an offloaded pipeline on this many devices, unless they are set. The
     /// schedule is breadth-first: weights cross the host link twice a step, however many micro-batches there
     /// are. Stages are as small as possible, because a device buffer is as large as the largest stage.
     pub(super) fn cut_for_offload(mut self, devices: usize) -> Result<Self> {
@@ -76,7 +76,7 @@ impl Builder {
         Err(PipelineError::HostTooSmall { stages, needed, free }.into())
     }
 
-    /// Returns the bytes of these stages on the host, in so many replicas: weights, gradients if they are
+    /// Returns the bytes of these stages on the host, in this many replicas: weights, gradients if they are
     /// kept, and the first replica's optimizer state, if the optimizer is known.
     fn host_bytes_of(&self, sizes: &[usize], own: &[bool], replicas: usize) -> Result<u64> {
         let counts = self.layers.parameter_counts()?;

@@ -17,9 +17,9 @@ use brimful_plan::schedule::{
 
 /// Location of the stages' weights, gradients and optimizer state between their uses.
 ///
-/// An offloaded stage computes on its device like any other: its weights come over the host link ahead of
-/// their use, its gradients go to the host when they are complete, and the device updates it when it is fetched
-/// the next time. So a model may be as large as host memory. With a
+/// An offloaded stage computes on its device like any other. Its weights come over the host link ahead of their
+/// use, and its gradients go to the host when they are complete. The device updates the stage when its weights are
+/// fetched the next time. So a model may be as large as host memory. With a
 /// [breadth-first](brimful_plan::schedule::Schedule::BreadthFirst) schedule, weights cross the link once forward
 /// and once backward, for any number of micro-batches.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -30,7 +30,7 @@ pub enum Offload {
     Device,
     /// Offloads every stage to the host.
     Host,
-    /// One location per stage, in order.
+    /// Sets the location of each stage, in order.
     Each(Vec<Location>),
     /// Offloads as many stages as needed for the shortest step within the memory of devices and host. Recomputes
     /// activations where the saved memory lets more stages stay on the device. Measures the layers with
@@ -49,8 +49,8 @@ pub enum Offload {
     Auto {
         /// Bytes of each device; `None` for its memory limit, or else a GPU's free memory.
         gpu: Option<Bytes>,
-        /// Bytes of host memory; `None` for those of a limited [host arena](super::Builder::host), or else nine tenths
-        /// of what is free.
+        /// Bytes of host memory; `None` for the free bytes of a limited [host arena](super::Builder::host), or
+        /// else nine tenths of the free host memory.
         host: Option<Bytes>,
     },
 }

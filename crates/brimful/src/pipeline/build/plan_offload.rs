@@ -101,7 +101,7 @@ impl Builder {
     ///
     /// # Errors
     /// When the pipeline cannot be built, there is no [sample](Self::sample), a layer cannot be measured, or the
-    /// pipeline has several replicas or ranks, which would each make a plan of their own.
+    /// pipeline has several replicas or ranks, each of which would make a different plan.
     #[doc(hidden)]
     pub fn plan_offload(
         &self,

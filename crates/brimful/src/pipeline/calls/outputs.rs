@@ -34,7 +34,7 @@ impl Ranks {
         let form = own.or(blank).ok_or_else(|| WorldError::NoForm { name: name().into() })?;
         let ranks: Vec<usize> = self.of_pipeline().collect();
         let came = self.world().spread_in(&exchange.collective, self.of(last), &ranks, &tensors)?;
-        // Without a sample, the last stage's rank sends an empty list, which the others wait for.
+        // Without a sample, the last stage's rank sends an empty list, because the other ranks wait for a list.
         if came.is_empty() {
             return Ok(form);
         }

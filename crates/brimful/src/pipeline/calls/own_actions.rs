@@ -25,9 +25,9 @@ impl Pipeline {
     /// ```
     ///
     /// # Errors
-    /// When the list is for another number of devices, puts a stage on another device, or runs the backward
-    /// of an offloaded stage whose weights have left the device since its forward or recomputation; the
-    /// schedule's own list then stays.
+    /// When the list is for a different number of devices, puts a stage on a different device, or runs the
+    /// backward of an offloaded stage after the stage's weights have left the device. The schedule's own list then
+    /// stays.
     pub fn set_actions(&mut self, actions: Actions) -> Result<()> {
         let here = self.layout.stages.iter().map(|stage| stage.worker);
         let given = actions.placement().iter().map(|device| device.index());
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
     use crate::{Layers, Loss, MicroBatches};
 
-    /// Builds two layers on two devices, with so many micro-batches.
+    /// Builds two layers on two devices, with this many micro-batches.
     fn pipeline(micro_batches: usize) -> Pipeline {
         let linear = |p: &nn::Path| nn::linear(p, 2, 2, Default::default());
         let layers = Layers::new().add("a", linear).add("b", linear);

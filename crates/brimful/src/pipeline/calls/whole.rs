@@ -130,7 +130,7 @@ impl Pipeline {
         let open = self.open.take().ok_or(PipelineError::OldOutputs)?;
         let OpenForward { plan, rows, exchange, handshake, start, .. } = open;
         let gradients = RowGradients::of(&outputs.run);
-        // No new seed: recomputation draws from the forward's, which the workers' runs keep.
+        // Needs no new seed: recomputation draws from the forward's seed, which the workers' runs keep.
         preserving(before, || {
             let run = self.all_backwards(&plan, &gradients, &rows, &exchange);
             let attempt = run.map_err(|failed| exchange.report_failure(failed, start));
@@ -239,7 +239,8 @@ impl Pipeline {
         let (tally, loss) = Tally::of_whole(loss(outputs))?;
         // Read before the backward, so that a refused loss skips the backward.
         let counted = tally.read(self.state.non_finite)?;
-        // Only for the outputs: another tensor would keep its gradient if the step failed later.
+        // Computes gradients only for the outputs: any other tensor would keep its gradient if the step failed
+        // later.
         let ends: Vec<&Tensor> = outputs.run.iter().collect();
         match backward_to(&KnownLeaves::new(&[])?, &ends, &[&loss], &[None], false)? {
             Reach::Known(()) => Ok(((counted, tally.groups(true)), RowGradients::of(&outputs.run))),
@@ -272,7 +273,7 @@ impl Pipeline {
     }
 }
 
-/// Cuts the outputs' gradients into each micro-batch's rows; those of this process begin at `start`.
+/// Cuts the outputs' gradients into each micro-batch's rows; the rows of this process begin at `start`.
 fn cut(gradients: &RowGradients, plan: &AttemptPlan, start: usize) -> Result<Vec<Tensors>> {
     let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);
     let rows = ranges.map(|range| {

@@ -97,8 +97,8 @@ pub(crate) struct OffloadedStages {
     places: Vec<usize>,
     /// Gradients that are being copied to the host, and the event at which they have arrived.
     in_flight: Option<(Vec<Sum>, Event)>,
-    /// Gradients on the host, arrived or in flight, by stage in the order in which they were sent, then by
-    /// group of terms.
+    /// Gradients on the host, arrived or in flight, by stage in the order in which they were sent, then by group
+    /// of loss terms.
     on_host: Vec<Vec<Sum>>,
     /// Dtype that f32 gradients are rounded to on the host; none keeps f32.
     gradient_kind: Option<Kind>,
@@ -167,7 +167,7 @@ impl OffloadedStages {
         users.flat_map(|(user, _)| self.owners(user).map(move |owner| (owner, user)))
     }
 
-    /// Returns the places of the stages that own trained parameters of this one.
+    /// Returns the places of the stages that own trained parameters which the stage `user` shares.
     fn owners(&self, user: usize) -> impl Iterator<Item = usize> {
         let guests = self.stages[user].iter().flat_map(OffloadedStage::trained_guests);
         guests.filter_map(|name| {
@@ -317,7 +317,8 @@ impl OffloadedStages {
     }
 
     /// Points a stage's parameters to its device buffer, makes this thread's work wait for the weights, and
-    /// updates them if an update waits. First fetches the weights, as the transfer `one`, if no buffer holds them.
+    /// updates them if an update waits. Before that, fetches the weights, as the transfer `one`, if no buffer
+    /// holds them.
     pub(crate) fn enter(
         &mut self,
         at: usize,

@@ -400,7 +400,7 @@ impl OffloadedStage {
         own
     }
 
-    /// Returns the index of a free gradient buffer of at least so many bytes; allocates one if there is none.
+    /// Returns the index of a free gradient buffer of at least this many bytes; allocates one if there is none.
     fn free_gradients(&mut self, bytes: usize, memory: &HostMemory) -> Result<usize> {
         for (at, buffer) in self.gradients.iter().enumerate() {
             if buffer.bytes().numel() >= bytes && buffer.is_free() {
@@ -486,7 +486,7 @@ impl HostMemory {
     }
 }
 
-/// Returns the bytes of so many numbers, rounded up to the alignment.
+/// Returns the bytes of this many numbers, rounded up to the alignment.
 fn aligned_bytes(numbers: usize, kind: Kind) -> usize {
     (numbers * kind.elt_size_in_bytes()).next_multiple_of(ALIGNMENT)
 }

@@ -133,8 +133,7 @@ impl Ranks {
         let here = here.map(|here| here.into_iter().flatten().collect::<Vec<_>>());
         let mut all = match self.replica() {
             0 => self.world().gather_told(here)?,
-            // All ranks make the same call; those of other replicas send nothing, because their tensors are
-            // equal.
+            // All ranks make the same call. Ranks of later replicas send nothing, because their tensors are equal.
             _ => {
                 let nothing = here.as_ref().map(|_| Vec::new()).map_err(Error::clone);
                 self.world().gather_told(nothing)?;

@@ -87,7 +87,7 @@ pub(crate) fn gather(
     for (number, tie) in ranks.ties_of(|tie| tie.owner) {
         let came = collective.inlet(ranks.of(tie.copy), number, 1, None)?.take()?;
         let came = came.into_iter().flatten().flatten();
-        // One list each: two other workers may have a copy of one variable.
+        // Each copy has its own list, because two workers may have copies of the same variable.
         arriving[tie.owner - first].extend(came.map(|gradient| vec![(tie.name.clone(), gradient)]));
     }
     Ok(arriving)

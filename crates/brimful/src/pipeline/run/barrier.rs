@@ -132,7 +132,7 @@ impl Barrier {
                 continue;
             }
             let total = sum.total()?;
-            // Before `add_gradient`, because the accumulator adds in place to what it is given.
+            // Computed before `add_gradient`, because the accumulator adds in place to the tensor that it gets.
             self.missing.push(Some(whole.missing(&total)?));
             for (place, parameter) in norm.trained() {
                 accumulator.add_gradient(group, parameter, total.f_select(0, place as i64)?)?;

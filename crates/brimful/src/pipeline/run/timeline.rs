@@ -71,7 +71,7 @@ impl ActionClock {
 
     /// Returns the times of actions and transfers, in seconds. Waits for the device's last action.
     pub(crate) fn read(self, transfers: TransferClock) -> Result<(Vec<Span>, HostLinkUse)> {
-        // All events are on one stream: when the last one is reached, so are the others.
+        // All events are on one stream: when the last event is reached, all are.
         if let Some((.., last)) = self.spans.last() {
             last.at.wait()?;
         }

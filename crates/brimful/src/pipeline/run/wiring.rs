@@ -72,15 +72,15 @@ fn stop(stopped: Stopped) -> Stop {
 /// A stage's channel ends.
 #[derive(Debug, Default)]
 pub(crate) struct Ports {
-    /// From the previous stage; none for the first.
+    /// Values from the previous stage; none for the first stage.
     pub(crate) values_in: Option<StageInlet>,
-    /// To the next stage; none for the last.
+    /// Values to the next stage; none for the last stage.
     pub(crate) values_out: Option<StageOutlet>,
     pub(crate) gradients_in: Option<StageInlet>,
     pub(crate) gradients_out: Option<StageOutlet>,
-    /// Values of each import, and the way back for their gradients.
+    /// Values of each imported skip, and the way back for their gradients.
     pub(crate) skips_in: Vec<(StageInlet, StageOutlet)>,
-    /// Values and gradients of each export, for every stage that it goes to.
+    /// Values and gradients of each exported skip, for every stage to which the skip goes.
     pub(crate) skips_out: Vec<Vec<(StageOutlet, StageInlet)>>,
 }
 

@@ -1,15 +1,15 @@
 //! Caches activations that wait for a later action: on the device while it has free bytes, else on the
 //! host.
 //!
-//! At a barrier every micro-batch passes a stage before the first one passes the next stage, so waiting
+//! At a barrier, all micro-batches pass a stage before the first micro-batch passes the next stage, so waiting
 //! activations grow with the mini-batch. The first step with a new micro-batch size keeps no activations on the
 //! device; its peak shows what the computation itself needs. Later steps keep that much free and cache activations
 //! in the rest. Inputs of the next stage have priority, because on the host they would have to come straight back.
 //! Tensors that a backward needs come second, because they are needed much later.
 //!
 //! A tensor's device memory stays in use until its copy to the host is done, so computation waits for the copy.
-//! Otherwise, the allocator of a full device would have to search for free memory. If memory still runs out,
-//! because an allocator cannot join its free blocks, a step of a given size is retried with all activations
+//! Otherwise, the allocator of a full device would have to search for free memory. Memory may still run out,
+//! because an allocator cannot join its free blocks. A step of a given size is then retried with all activations
 //! offloaded, and later steps keep more memory free.
 
 use std::collections::VecDeque;
@@ -37,7 +37,7 @@ pub(crate) struct InFlight {
 }
 
 impl InFlight {
-    /// Adds a transfer of so many bytes that is done at this event.
+    /// Adds a transfer of this many bytes that is done at this event.
     pub(crate) fn add(&mut self, there: Arc<Event>, bytes: u64) -> Result<()> {
         self.forget_arrived()?;
         self.queue.push_back((there, bytes));
@@ -90,7 +90,7 @@ pub(crate) struct StepExtent {
     pub(crate) mini_batch: u64,
 }
 
-/// Memory that computation needs with micro-batches of at most so many samples.
+/// Memory that computation needs with micro-batches of at most this many samples.
 #[derive(Debug, Clone, Copy)]
 struct WorkNeed {
     samples: u64,

@@ -25,7 +25,7 @@ pub(crate) struct Blueprint {
     pub(crate) layout: Arc<StageLayout>,
     /// Number of the worker in its pipeline.
     pub(crate) number: usize,
-    /// Index of its pipeline among those of this process.
+    /// Index of the worker's pipeline among the pipelines of this process.
     pub(crate) replica: usize,
     pub(crate) device: DeviceSpec,
     /// Lock of workers that share an accelerator, and so its random generator.
@@ -82,14 +82,15 @@ impl Blueprint {
     /// Builds the stages in this store, and all that they need to run.
     pub(crate) fn site(&self, store: &VarStore) -> Result<Site> {
         let device = self.device.device;
-        // Before the layers, which on a CPU would otherwise draw from the generator that all threads share.
+        // Made before the layers, which on a CPU would otherwise draw from the generator that all threads share.
         let generator = Generator::new(device);
         let (stages, offloaded) = self.stages(store, &generator)?;
         let cache = self.activation_cache(&stages, offloaded.as_ref());
         Ok(Site {
             device,
             stages,
-            // Two, each with its own streams: a neighbour's gradient must not queue behind the next inputs.
+            // Stages and inputs have separate streams, because a neighbour's gradient must not queue after the
+            // next inputs.
             copy_streams: CopyStreams::new(device),
             inputs: CopyStreams::new(device),
             generator,

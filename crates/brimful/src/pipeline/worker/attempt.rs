@@ -61,7 +61,7 @@ impl Worker {
         job: Job,
         report_options: ReportOptions,
     ) -> Result<WorkerDone, WorkerFailure> {
-        // On this thread, not the caller's: grad mode is a setting of each thread.
+        // Set on this thread, because each thread has its own grad mode.
         let _without = (!job.mode.trains()).then(tch::no_grad_guard);
         let (mut run, unmanaged) = self.begin(job)?;
         if run.job.mode.trains() {
@@ -90,7 +90,7 @@ impl Worker {
     ) -> Result<WorkerDone, WorkerFailure> {
         let (mut run, undo) = self.open.take().expect("the pipeline knows that one is open");
         run.output_gradients = gradients;
-        // Not earlier: the caller may change gradients and parameters between forward and backward.
+        // Begun only now, because the caller may change gradients and parameters between forward and backward.
         let begun = self.begin_gradients(&mut run).map_err(WorkerFailure::from);
         let result = begun.and_then(|()| self.go_on(run, |_| true));
         let (run, undo) = or_undo(result, undo)?;
@@ -162,8 +162,8 @@ impl Worker {
                     offloaded.reserve_updates(optimizer)?;
                 }
             }
-            // Not with offloaded stages: a gradient outside its part is found only at the step's end, after
-            // the stage's gradients have left.
+            // Parts are not used with offloaded stages: a gradient outside its part is found only at the step's
+            // end, after the stage's gradients have left.
             None => {
                 let stages = self.site.stages.len();
                 accumulator = accumulator.in_parts(self.variables.trained_by_stage(stages));
@@ -259,7 +259,7 @@ impl Worker {
         wanted: impl Fn(ActionKind) -> bool,
     ) -> Result<WorkerRun, WorkerFailure> {
         let result = run.execute(&mut self.site, wanted);
-        // Before `run` is dropped, which restores earlier gradients on their parameters' devices.
+        // Comes before `run` is dropped: the drop restores earlier gradients on their parameters' devices.
         let location = self.end_run(&mut run, result.is_ok());
         self.updated = self.site.offloaded.as_mut().map_or(0, OffloadedStages::end_updates);
         // An error drops `run`, and with it the ends of its channels: neighbours wake up and stop.
@@ -295,7 +295,7 @@ impl Worker {
         // The run's graphs and inputs are freed in here, before the report needs memory.
         let kept = oom::catch(|| self.keep_run(run)).map_err(|caught| into_error(caught).into());
         let ((mut attempt, outputs), undo) = or_undo(kept, undo)?;
-        // Before the report: if the report fails, `self.undo` restores from here.
+        // Set before the report: if the report fails, `self.undo` restores the state from it.
         attempt.undo = undo;
         self.attempt = Some(attempt);
         oom::catch(|| self.done(outputs, report_options)).map_err(|caught| {

@@ -22,7 +22,7 @@ use crate::update::{EmaPart, OptimizerPlan};
 use brimful_plan::bytes::Bytes;
 use brimful_plan::schedule::{HostLinkUse, Span};
 
-/// One thread's part of the pipeline.
+/// Part of the pipeline that one thread owns.
 pub(crate) struct Worker {
     /// Number of the worker in its pipeline.
     pub(crate) number: usize,
