@@ -351,7 +351,7 @@ fn join_leaves(tensors: &[Tensor]) -> Result<Tensor> {
     }
 }
 
-/// Fails if there is no part, or if the parts differ in form.
+/// Fails if there is no part, or if the parts differ in more than their samples.
 fn check_alike<B: Batch>(parts: &[B]) -> Result<()> {
     let mut outlines = parts.iter().map(full_outline);
     let Some(first) = outlines.next() else { return Err(BatchError::NothingToJoin.into()) };

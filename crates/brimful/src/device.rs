@@ -32,9 +32,9 @@ pub fn find(name: &str) -> Result<Device> {
     }
 }
 
-/// Returns devices of this name for several stages or ranks of one machine. For `cuda` each gets a GPU of its
-/// own, from the first again if there are too few; for `cpu` or `cuda:1` all get that device. Loads CUDA if
-/// need be.
+/// Returns devices of this name for several stages or ranks of one machine. For `cuda`, each stage or rank gets a
+/// GPU of its own, and GPUs are shared in turn if there are too few. For `cpu` or `cuda:1`, all get that device.
+/// Loads CUDA if need be.
 ///
 /// # Errors
 /// When the machine has no such device.

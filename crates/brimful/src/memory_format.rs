@@ -66,7 +66,7 @@ impl FormatChoice {
         })
     }
 
-    /// Returns whether the memory format may still turn out not to work with the user's closure.
+    /// Returns whether the memory format is still on trial, so that the user's closure may fail in it.
     pub(crate) fn is_on_trial(&self) -> bool {
         self.channels_last && self.trial.is_some()
     }

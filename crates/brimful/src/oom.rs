@@ -22,14 +22,14 @@ use serde::{Deserialize, Serialize};
 use crate::{Error, Result};
 use brimful_plan::bytes::Bytes;
 
-/// Out-of-memory error: the memory, the bytes asked for, and the bytes in use, as far as the message
-/// contains them.
+/// Out-of-memory error: the memory, the requested bytes, and the bytes in use, as far as the message contains
+/// them.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error("{message}; {}", self.place.remedy())]
 #[non_exhaustive]
 pub struct OutOfMemory {
     pub(crate) place: Place,
-    /// Bytes asked for.
+    /// Requested bytes.
     pub asked: Option<Bytes>,
     /// Bytes in use at the time of the request.
     pub in_use: Option<Bytes>,
@@ -93,7 +93,7 @@ pub fn without_remedy(text: &str) -> String {
     REMEDIES.iter().fold(text.to_owned(), |text, remedy| text.replace(&format!("; {remedy}"), ""))
 }
 
-/// Messages of each allocator. Whole phrases, because a user's own error may well mention memory.
+/// Messages of each allocator. They are whole phrases, because a user's own error may well mention memory.
 const PHRASES: [(&str, Place); 13] = [
     ("CUDA out of memory", Place::Cuda),
     ("CUDA error: out of memory", Place::Cuda),

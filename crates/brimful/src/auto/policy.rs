@@ -66,7 +66,7 @@ pub(crate) struct Policy {
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Climb {
-    /// Largest size tried so far.
+    /// Largest size tried in this climb.
     rung: usize,
     /// Number of consecutive sizes that were no faster.
     misses: u32,

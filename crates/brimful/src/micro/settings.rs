@@ -15,7 +15,7 @@ use crate::world::World;
 use crate::{Error, Result, retry_on_oom};
 
 impl MicroBatcher {
-    /// Runs every step inside this memory, and reports its peak.
+    /// Runs every step inside this memory, and reports the peak memory of each step.
     pub fn memory(mut self, memory: Memory) -> Self {
         self.memory = Some(memory);
         self
@@ -55,7 +55,7 @@ impl MicroBatcher {
     }
 
     /// Returns the reason why micro-batches run eagerly although [`MicroBatcher::cuda_graphs`] was requested;
-    /// `None` if there is none.
+    /// `None` if there is no such reason.
     pub fn eager_cause(&self) -> Option<&str> {
         let known = self.graphs.as_ref().and_then(|graphs| graphs.cause.as_deref());
         known.or(self.eager_cause.as_deref())
@@ -85,8 +85,9 @@ impl MicroBatcher {
         self
     }
 
-    /// Reads automatic sizes that an earlier run has found for this model on this device, and writes newly found
-    /// ones. A file that cannot be used is left unchanged, and a warning is logged.
+    /// Reads automatic sizes that an earlier run has found for this model on this device, and writes the sizes
+    /// that this run finds to the same file. A file that cannot be used is left unchanged, and a warning is
+    /// logged.
     pub fn remember(mut self, path: impl AsRef<Path>) -> Self {
         self.state.remember(path.as_ref());
         self

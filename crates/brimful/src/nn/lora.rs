@@ -26,8 +26,8 @@ pub struct Lora {
     /// Names of the adapted projections or their ends after a dot, such as `q_proj` or `self_attn.q_proj`;
     /// empty for all projections.
     pub targets: Vec<String>,
-    /// Different rank and alpha for some of the adapted projections: the first entry whose `targets` name a
-    /// projection applies to it.
+    /// Different rank and alpha for some of the adapted projections. The first entry whose `targets` name a
+    /// projection applies to that projection.
     pub overrides: Vec<Self>,
 }
 
