@@ -14,7 +14,7 @@ use crate::{Error, Result};
 ///
 /// # Errors
 ///
-/// When memory runs out again, and with any other error of `f`. Any other panic resumes.
+/// When memory runs out again, and with any other error of `f`. A panic that is not out-of-memory resumes.
 pub fn retry_on_oom<T, E>(memory: &Memory, mut f: impl FnMut() -> Result<T, E>) -> Result<T>
 where
     E: Into<Box<dyn StdError + Send + Sync>>,

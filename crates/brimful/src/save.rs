@@ -56,8 +56,8 @@ pub fn write(
     write_beside(path, tensors, metadata)?.replace()
 }
 
-/// Writes tensors as [`write()`] does, each made by `make` when its turn comes, so that they never exist all at
-/// once. `make` keeps shapes and dtypes.
+/// Writes tensors as [`write()`] does, but each tensor is made by `make` just before it is written, so that they
+/// never exist all at once. `make` keeps shapes and dtypes.
 ///
 /// ```
 /// use brimful::save;
@@ -121,8 +121,8 @@ fn made_beside(
 
 /// Reads all tensors, sorted by name and on the CPU, and the texts that go with them.
 ///
-/// Large tensors are mapped pages of the file, loaded on use, which the system can drop at any time. So the
-/// file must not be written to or truncated while they are in use; replacing it by [`write()`] is safe.
+/// Large tensors are mapped pages of the file, loaded on use, which the system can drop at any time. So do not
+/// write to the file or truncate it while the tensors are in use; replacing the file by [`write()`] is safe.
 ///
 /// # Errors
 /// When the file cannot be read, is not a safetensors file, was cut off, or has a dtype that libtorch

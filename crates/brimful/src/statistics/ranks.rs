@@ -64,7 +64,7 @@ impl Pending {
         // Every rank sums in the order of the names.
         let layers: BTreeMap<_, _> = layers.into_iter().map(|l| (l.mean.clone(), l)).collect();
         self.pool()?;
-        // One sum for all layers: each further one would be another collective.
+        // One sum serves all layers, because each further sum would be another collective.
         let mut ids = Vec::new();
         for layer in layers.into_values() {
             let (Some(mean), Some(variance)) = (variable(&layer.mean), variable(&layer.variance))

@@ -56,7 +56,7 @@ impl WholeBatch {
             pending.seen(running).add(Pooled { count, mean, squares });
             Ok(())
         })?;
-        // Rounded once, after everything that could cancel.
+        // Rounded only here, after all operations in which digits could cancel.
         let rounded = whole.f_to_kind(pooled_kind(kind))?;
         let (mean, variance) = (rounded.f_select(0, 0)?, rounded.f_select(0, 1)?);
         Ok(WholeStatistics { count, mean, variance })

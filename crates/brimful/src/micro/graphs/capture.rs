@@ -17,8 +17,8 @@ use crate::{Error, Result, device};
 use brimful_plan::bytes::Bytes;
 
 impl MicroGraphs {
-    /// Runs the micro-batch eagerly for its mini-batch, then captures it and tries a replay. Returns the bytes
-    /// in use during replays.
+    /// Runs the micro-batch eagerly for its mini-batch, then captures it and tries a replay. Returns the shape's
+    /// new state, and the bytes in use during replays.
     pub(super) fn capture<B: Batch, R: IntoLoss>(
         &mut self,
         pass: &mut BatchPass<R::Outputs>,
@@ -26,7 +26,7 @@ impl MicroGraphs {
         part: &MicroBatchWeight,
         f: &mut impl FnMut(B) -> R,
     ) -> Result<(ShapeState, Bytes)> {
-        // The closure may change its micro-batch.
+        // Copied first, because the closure may change its micro-batch.
         let given = copied(&micro_batch)?;
         let mut watch = Watch::begin(self.device)?;
         let eager = Eager::run(pass, micro_batch, part, f, self.device)?;
