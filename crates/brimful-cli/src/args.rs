@@ -30,7 +30,8 @@ pub struct BrimfulArgs {
 /// Help text of `--config`.
 const CONFIG: &str = "Read flags from this TOML file; the command line overrides it";
 
-/// Long help text of `--config`. It is a constant, because rustdoc would read `[train]` in a doc comment as a link.
+/// Long help text of `--config`. It is a constant, because rustdoc would read `[train]` in a doc comment as a
+/// link.
 const CONFIG_LONG: &str = "Read flags from this TOML file; the command line overrides it. The file has a section for \
                            each command, such as [train], whose keys are the command's flags";
 

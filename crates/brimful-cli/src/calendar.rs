@@ -6,7 +6,7 @@ const SECONDS_OF_A_DAY: u64 = 86_400;
 
 /// Returns the current time as `2031-02-28 17:05 UTC`.
 pub(crate) fn now() -> String {
-    // A clock set before 1970 is wrong anyway, and reads as 1970.
+    // A clock that shows a time before 1970 is wrong anyway; its time counts as 1970.
     written(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
 }
 

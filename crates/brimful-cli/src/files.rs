@@ -1,6 +1,6 @@
-//! Files and folders that a command reads and writes. This module alone decides whether an output may be written. It
-//! refuses, before any work is done, an output that cannot be written, or that would overwrite an input, another
-//! output or an earlier run's results.
+//! Files and folders that a command reads and writes. This module alone decides whether an output may be written.
+//! It refuses, before any work is done, an output that cannot be written, or that would overwrite an input,
+//! another output or an earlier run's results.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -61,7 +61,7 @@ pub(crate) fn check(files: &[FlagFile]) -> Result<()> {
         others.try_for_each(|other| file.check_beside(other))?;
     }
     writes().filter(|file| file.is_new).try_for_each(FlagFile::check_new)?;
-    // Probes last, so that a command that is refused anyway touches nothing.
+    // The probes come last, so that a command that an earlier check refuses touches no file.
     writes().try_for_each(FlagFile::probe)
 }
 
@@ -130,7 +130,7 @@ impl FlagFile {
         Ok(())
     }
 
-    /// Checks that the file can be written, and leaves nothing behind.
+    /// Checks that the file can be written. The check leaves no traces on the disk.
     fn probe(&self) -> Result<()> {
         if self.purpose == FileUse::WritesFolder {
             return Ok(());
@@ -145,8 +145,8 @@ pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     place(one).is_some_and(|one| place(other) == Some(one))
 }
 
-/// Returns the canonical path of a file or folder, existing or not; none for paths that many programs may write to,
-/// such as `/dev/null`.
+/// Returns the canonical path of a file or folder, existing or not; none for paths that many programs may write
+/// to, such as `/dev/null`.
 fn place(path: &Path) -> Option<PathBuf> {
     let place = save::place(path)?;
     let there = fs::canonicalize(&place).ok();
@@ -207,7 +207,7 @@ impl Drop for ClaimedPlace {
     }
 }
 
-/// Returns whether the open file is the one at this path.
+/// Returns whether the open file is the file that this path names now.
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let opened = file.metadata()?;
     match fs::metadata(path) {

@@ -86,7 +86,7 @@ impl GenerationConfig {
     }
 }
 
-/// The file, for its values and error messages.
+/// Settings file: its path, for error messages, and its content.
 #[derive(Debug, Clone, Copy)]
 struct SettingsFile<'a> {
     path: &'a Path,
@@ -94,7 +94,7 @@ struct SettingsFile<'a> {
 }
 
 impl SettingsFile<'_> {
-    /// Reads a setting, or refuses its value with an error that asks for the `wanted` one. A null counts as
+    /// Reads a setting, or refuses its value with an error that asks for a `wanted` value. A null counts as
     /// absent.
     fn setting<T>(
         self,

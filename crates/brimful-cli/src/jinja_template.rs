@@ -29,7 +29,7 @@ const REMEDY: &str =
 pub(crate) struct JinjaTemplate {
     environment: Environment<'static>,
     place: String,
-    /// Token that ends an answer; the model does not learn what a template writes after it.
+    /// Token that ends an answer; the model does not learn the text that a template writes after this token.
     end: Option<String>,
     /// True if the template marks answers itself.
     is_marked: bool,

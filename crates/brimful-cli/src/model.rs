@@ -92,7 +92,7 @@ impl FineTuneOptions {
         self.lora.is_some() || self.adapter.is_some()
     }
 
-    /// Refuses flags that do not go together.
+    /// Refuses flags that exclude each other, and flags without the flag that they need.
     fn check(&self) -> Result<()> {
         ensure_use!(
             !self.merge || self.trains_adapter(),
@@ -308,8 +308,7 @@ impl FineTune {
         }
     }
 
-    /// Returns whether a variable is missing both from the files of [`FineTune::save`] and from the model that the
-    /// training started from.
+    /// Returns whether [`FineTune::load_saved`] does not restore a variable, so that the run's file must hold it.
     pub(crate) fn lacks(&self, name: &str, has_averages: bool) -> bool {
         match self.lora {
             Some(_) => Lora::is_adapter(name),

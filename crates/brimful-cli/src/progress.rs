@@ -16,7 +16,7 @@ use tracing_subscriber::fmt::{self, format};
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// All bars of the process, so that lines can be printed above them. Without a terminal none of them is drawn.
+/// All bars of the process, so that lines can be printed above them. Without a terminal, no bar is drawn.
 static SCREEN: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 /// True if progress is switched off.
 static QUIET: AtomicBool = AtomicBool::new(false);

@@ -1,5 +1,5 @@
-//! Weights of a trained model by name, from a file of `brimful train --save` or any other safetensors file with the
-//! model's names.
+//! Weights of a trained model by name, from a file of `brimful train --save` or any other safetensors file with
+//! the model's names.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -97,7 +97,7 @@ impl SavedWeights {
         serde_json::from_str(self.told(CLASSES)?).ok()
     }
 
-    /// Returns the dtype of the first tensor, which stands for all.
+    /// Returns the dtype of the first tensor, which stands for the dtype of all tensors.
     fn kind(&self) -> Kind {
         self.tensors.first().map_or(Kind::Float, |(_, tensor)| tensor.kind())
     }

@@ -80,7 +80,7 @@ struct VerifiedModel {
     trains: bool,
 }
 
-/// Loss, micro-batch sizes, and the gradient of each parameter.
+/// Results of a backward: the loss, the micro-batch sizes, and the gradient of each parameter.
 struct Gradients {
     loss: f64,
     sizes: Vec<usize>,

@@ -202,7 +202,7 @@ fn in_files(command: &Command) -> impl Iterator<Item = &Arg> {
     command.get_arguments().filter(is_given)
 }
 
-/// Returns whether the command line gives this flag, or one that conflicts with it.
+/// Returns whether the command line gives this flag, or a flag that conflicts with this flag.
 fn is_overruled(command: &Command, arg: &Arg, looked: &ArgMatches) -> bool {
     let is_told = |arg: &&Arg| {
         let id = arg.get_id().as_str();

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction};
 use toml::de::DeValue;
 
-/// Returns a key and its value as a word of the command line, or none for a switch that is off. The error says which
-/// value is expected.
+/// Returns a key and its value as a word of the command line, or none for a switch that is off. The error says
+/// which value is expected.
 pub(super) fn word(arg: &Arg, value: &DeValue) -> Result<Option<String>, String> {
     let name = arg.get_long().unwrap_or_default();
     if matches!(arg.get_action(), ArgAction::SetTrue) {

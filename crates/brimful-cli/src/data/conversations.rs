@@ -20,7 +20,7 @@ const MARKED: i64 = 1 << 32;
 #[derive(Debug)]
 pub(super) struct Conversations {
     length: i64,
-    /// Marked tokens of all conversations in a row.
+    /// Marked tokens of all conversations, one conversation after the other.
     tokens: NumberWriter,
     /// End of each conversation in `tokens`.
     ends: NumberWriter,

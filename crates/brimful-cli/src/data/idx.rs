@@ -1,7 +1,7 @@
 //! Folders of MNIST-format files (IDX), such as MNIST and Fashion-MNIST, plain or gzipped.
 //!
-//! An IDX file consists of two zero bytes, a byte for its dtype, a byte for its number of dimensions, each dimension
-//! in four bytes (big-endian), and the numbers.
+//! An IDX file consists of two zero bytes, a byte for its dtype, a byte for its number of dimensions, each
+//! dimension in four bytes (big-endian), and the numbers.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -98,7 +98,8 @@ fn read_idx(path: &Path, dimensions: usize) -> Result<Tensor> {
     })
 }
 
-/// Parses an IDX file. Reads no more than the header announces, because a small gzip file can unpack to any length.
+/// Parses an IDX file. Reads no more than the header announces, because a small gzip file can unpack to any
+/// length.
 fn parse(file: &mut impl Read, dimensions: usize) -> Result<Tensor> {
     let start = read_up_to(file, 4)?;
     let &[0, 0, kind, count] = &*start else {

@@ -265,8 +265,8 @@ fn first_line(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Joins training and test images (samples × channels × height × width). Normalises the pixels with `told`, or else
-/// with the mean and deviation of the training images.
+/// Joins training and test images (samples × channels × height × width). Normalises the pixels with `told`, or
+/// else with the mean and deviation of the training images.
 fn of_images(
     train: Examples,
     test: Examples,

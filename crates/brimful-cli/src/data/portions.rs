@@ -151,8 +151,8 @@ pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Runs the jobs on the calling thread and on helper threads, and returns the results in the jobs' order. If the system
-/// cannot start a helper, the other threads run its jobs.
+/// Runs the jobs on the calling thread and on helper threads, and returns the results in the jobs' order. If the
+/// system cannot start a helper, the other threads run its jobs.
 pub(super) fn in_parallel<J: Send, R: Send>(
     jobs: Vec<J>,
     threads: usize,
@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn jobs_are_done_where_no_helper_can_be_started() {
-        // No machine has such a stack.
+        // No machine has memory for such a stack, so no helper can be started.
         let helper = || Builder::new().stack_size(1 << 60);
         let squares =
             in_parallel_helped_by(helper, vec![1, 2, 3], 3, |number: u64| number * number);

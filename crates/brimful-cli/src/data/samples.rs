@@ -268,7 +268,7 @@ impl Batch for Rows {
 
 /// Number of rounds of the network, enough to leave nothing of the original order.
 const ROUNDS: usize = 8;
-/// Smallest number of bits in half a number; fewer would give too few orders.
+/// Smallest number of bits in half a number; fewer bits would give too few orders.
 const LEAST_HALF: u32 = 4;
 
 /// Permutation of the numbers below a count, determined by a seed.
@@ -353,7 +353,7 @@ mod tests {
 
     use super::*;
 
-    /// Samples equal to their numbers; the seventh is broken.
+    /// Source of samples that equal their indices, with one broken sample.
     #[derive(Debug)]
     struct Counting;
 
@@ -396,7 +396,7 @@ mod tests {
 
     #[test]
     fn a_source_without_a_thread_says_so() {
-        // No machine has such a stack.
+        // No machine has memory for such a stack, so the thread cannot be started.
         let mut streamed = StreamedSamples::start(Builder::new().stack_size(1 << 60), Counting);
         streamed.prepare(SampleRequest::plain([1]));
         let error = streamed.bring(&SampleRequest::plain([1])).expect_err("no thread").to_string();

@@ -17,7 +17,7 @@ pub(crate) struct Synthetic {
 }
 
 impl Synthetic {
-    /// Makes the usual numbers of samples for a training: 512, and 128 to test on.
+    /// Describes the usual numbers of samples: 512 to train on, and 128 to test on.
     pub(crate) fn usual(sample: Sample, seed: u64) -> Self {
         Self { sample, train: 512, test: 128, seed }
     }

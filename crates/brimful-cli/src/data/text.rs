@@ -61,7 +61,8 @@ fn split(tokens: NumberFile, length: i64) -> Result<[TokenWindows; 2]> {
     ensure!(length > 0, "sequences of {length} tokens hold nothing: give at least 1");
     let (all, test) = (tokens.len(), tokens.len() / 10);
     let length = length as u64;
-    // The shorter part, for tests, needs one sequence, and one more token: the target of the sequence's last token.
+    // The shorter part, for tests, needs one sequence, and one more token: the target of the sequence's last
+    // token.
     ensure!(test > length, ShortText { tokens: all, length });
     let windows = |first, end| TokenWindows {
         tokens: tokens.clone(),
@@ -154,7 +155,7 @@ impl NumberFile {
         Ok(Self { file: Arc::new(file), width: 1, len })
     }
 
-    /// Returns how many numbers there are.
+    /// Returns the number of integers in the file.
     pub(super) fn len(&self) -> u64 {
         self.len
     }
@@ -195,7 +196,7 @@ impl NumberWriter {
         Ok(Self { file: BufWriter::new(file), folder, width, len: 0 })
     }
 
-    /// Returns how many numbers there are so far.
+    /// Returns the number of integers written so far.
     pub(super) fn len(&self) -> u64 {
         self.len
     }

@@ -29,7 +29,7 @@ impl AppendedFile {
         Ok(Self { path: path.to_owned(), file: Some(file), length: 0 })
     }
 
-    /// Opens an existing file and returns its content, or makes an empty one.
+    /// Opens an existing file and returns its content, or makes an empty file.
     pub(super) fn existing(path: &Path) -> Result<(Self, Vec<u8>)> {
         let mut file = open(path, OpenOptions::new().write(true).read(true))?;
         let mut bytes = Vec::new();
@@ -76,7 +76,7 @@ fn open(path: &Path, options: &mut OpenOptions) -> Result<File> {
     Ok(file)
 }
 
-/// Returns whether the file is a regular one, which can be truncated and locked.
+/// Returns whether the file is a regular file, which can be truncated and locked.
 fn is_plain(file: &File) -> bool {
     file.metadata().is_ok_and(|found| found.is_file())
 }

@@ -168,7 +168,7 @@ mod tests {
 
     use super::*;
 
-    /// Makes a step with figures of its own.
+    /// Makes a step whose figures depend on its number.
     pub(super) fn step(step: usize) -> StepFigures<'static> {
         let record = Box::leak(Box::new(Record {
             loss: 1.0 / step as f64,

@@ -32,7 +32,7 @@ pub(super) fn scalars(wall_time: f64, step: usize, values: &[(&str, f64)]) -> Ve
     record(&[time, step, text(5, &summary)].concat())
 }
 
-/// Splits a file into records, up to the first broken one.
+/// Splits a file into records, up to the first broken record.
 pub(super) fn records(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = bytes;
     std::iter::from_fn(move || {

@@ -29,7 +29,7 @@ impl LossModel {
     /// Builds the layers under the path `root`, in order.
     ///
     /// # Errors
-    /// As [`Layers::build`].
+    /// Fails as [`Layers::build`] does.
     pub fn build(layers: &Layers, root: &Path) -> Result<Self> {
         Self::of_parts(layers, root, |part| layers.build_range(root, part))
     }
@@ -37,7 +37,7 @@ impl LossModel {
     /// Builds the layers. They get the initial values that they would have in a pipeline.
     ///
     /// # Errors
-    /// As [`Layers::build`].
+    /// Fails as [`Layers::build`] does.
     pub fn build_with_rng(layers: &Layers, root: &Path, rng: StepRng) -> Result<Self> {
         Self::of_parts(layers, root, |part| layers.build_range_with_rng(root, part, rng))
     }
@@ -61,7 +61,7 @@ impl LossModel {
     /// Returns the mean loss of a micro-batch. If `train` is true, dropout and norms are in training mode.
     ///
     /// # Errors
-    /// As [`linear_cross_entropy`].
+    /// Fails as [`linear_cross_entropy`] does.
     pub fn loss(&self, x: &Tensor, y: &Tensor, train: bool) -> Result<Loss> {
         match self {
             Self::Whole(model) => Ok(Loss::mean(loss(&model.forward_t(x, train), y))),

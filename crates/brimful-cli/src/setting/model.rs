@@ -230,8 +230,8 @@ impl ModelName {
         Ok(Gpt { context, vocabulary, dropout, ..network })
     }
 
-    /// Returns the error for data that the model does not take. The error names all data that the model takes, so that
-    /// the next attempt is not refused too.
+    /// Returns the error for data that the model does not take. The error names all data that the model takes, so
+    /// that the next attempt is not refused too.
     fn other_data(self) -> anyhow::Error {
         wrong_use(match self {
             Self::Mlp | Self::Resnet18 | Self::Resnet50 | Self::Resnet101 => format!(

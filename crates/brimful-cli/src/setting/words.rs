@@ -32,7 +32,7 @@ pub const BATCH_SIZE: &str = "Samples per mini-batch";
 
 pub const MICRO_BATCH: &str = "Samples per micro-batch";
 
-/// Help of `--micro-batch-size` where it allows automatic sizes.
+/// Help of `--micro-batch-size` where the flag allows automatic sizes.
 pub(crate) const ANY_MICRO_BATCH: &str = "Samples per micro-batch: a number, auto or largest";
 
 pub const MICRO_BATCHES: &str = "Micro-batches per mini-batch";

@@ -53,8 +53,8 @@ impl PlanAnswer {
             .then(self.held().total_cmp(&other.held()))
     }
 
-    /// Returns the peak of activations held on any device. The unit is the activations of one micro-batch on a whole
-    /// device.
+    /// Returns the peak of activations held on any device. The unit is the activations of one micro-batch on a
+    /// whole device.
     pub(super) fn held(&self) -> f64 {
         let devices = self.step.simulation.devices();
         let most = devices.iter().map(|device| device.peak_held).max().unwrap_or(0);

@@ -9,7 +9,8 @@ use serde::Serialize;
 /// Limits for models that consist of the planned model's layers; the fields are keys of `--json`.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Capacity {
-    /// Bytes that a parameter takes, on a device or on the host: weight, optimizer state, and gradient if it is kept.
+    /// Bytes that a parameter takes, on a device or on the host: weight, optimizer state, and gradient if it is
+    /// kept.
     bytes_per_parameter: f64,
     host_memory: u64,
     /// Memory of all devices, if it is limited.
@@ -24,8 +25,8 @@ pub(super) struct Capacity {
 }
 
 impl Capacity {
-    /// Computes the limits. A weight has `weight` bytes, and a sample of text has `tokens_per_sample` tokens. Returns
-    /// none without a host to offload to.
+    /// Computes the limits. A weight has `weight` bytes, and a sample of text has `tokens_per_sample` tokens.
+    /// Returns none without a host to offload to.
     pub(super) fn of(
         request: &Request<'_>,
         weight: usize,
@@ -152,14 +153,14 @@ mod tests {
         };
         let in_backward = figures(&request, true);
         assert_eq!(in_backward.bytes_per_parameter, 6.0);
-        // 1 GB less two buffers of 2 + 4 MB, and gradients of 4 MB.
+        // Host and device have 6 GB, less two buffers of 2 + 4 MB and gradients of 4 MB.
         assert_eq!(in_backward.most_parameters, (6_000_000_000 - 16_000_000) / 6);
-        // 20 MB beside 10 ms a sample of forward, 60 MB beside 30 ms of backward.
+        // 20 MB are transferred during a forward of 10 ms per sample, and 60 MB during a backward of 30 ms.
         assert_eq!(in_backward.hidden_from_samples, Some(2));
         assert_eq!(in_backward.hidden_from_tokens, Some(2048));
         let after = figures(&request, false);
         assert_eq!(after.bytes_per_parameter, 10.0);
-        // 20 + 40 + 40 MB beside the forward.
+        // 20 + 40 + 40 MB are transferred during the forward.
         assert_eq!(after.hidden_from_samples, Some(10));
         assert!(after.text().contains("at most 597.6 million parameters"), "{}", after.text());
         request.sent_gradient_bytes = Some(1.0);

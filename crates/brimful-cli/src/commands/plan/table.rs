@@ -72,7 +72,7 @@ fn number(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// Formats a time with three digits and the unit that suits it.
+/// Formats a time with three digits, in seconds, milliseconds or microseconds.
 fn seconds(value: f64) -> String {
     let (scaled, unit) = match value {
         s if s >= 1.0 => (s, "s"),

@@ -82,9 +82,9 @@ const WITH_ACTIVATIONS: u64 = 2;
 #[derive(Debug, Clone, Copy)]
 struct ModelSize {
     layers: usize,
-    /// Least memory in the dtype of the run.
+    /// Least memory of the model in the dtype of the run.
     least: LeastBytes,
-    /// Least memory in bf16.
+    /// Least memory of the model in bf16.
     narrow: LeastBytes,
 }
 
@@ -179,7 +179,7 @@ impl Trainer {
         }
     }
 
-    /// Returns the library's error of a step, with a remedy if one is known.
+    /// Returns the library's error of a step, with a remedy if there is a known one.
     pub(super) fn advise(&self, cause: Error) -> anyhow::Error {
         if let Some(value) = cause.non_finite() {
             return self.of_numbers(&value);
@@ -260,7 +260,7 @@ impl Trainer {
         })
     }
 
-    /// Suggests an optimizer with less state, if that is enough.
+    /// Suggests an optimizer with less state, if the step would then fit.
     fn smaller_state(&self, fixed: &FixedBytes, limit: Bytes) -> Option<String> {
         let is_sgd = self.options.recipe.optimizer == OptimizerName::Sgd;
         // These bytes are exact, so a fifth of the limit is enough to leave for activations.

@@ -25,7 +25,7 @@ use crate::files::{self, ClaimedPlace, folder_of};
 use crate::model::FineTune;
 use crate::{output, progress};
 
-/// Extension of runs that are files.
+/// Extension of a run that is saved to a file.
 const EXTENSION: &str = "safetensors";
 /// Mark in the name of the file of the best run, which is saved beside the last run.
 const BEST: &str = "best";
@@ -34,7 +34,7 @@ const BEST: &str = "best";
 #[derive(Debug)]
 pub(super) struct Checkpoints {
     writer: Option<brimful::Result<JoinHandle<brimful::Result<()>>>>,
-    /// Steps done at the last save; none before the first.
+    /// Number of steps done at the last save; none before the first save.
     last: Option<usize>,
 }
 
@@ -94,7 +94,7 @@ impl Checkpoints {
         }
     }
 
-    /// Waits until everything is written. Collective: every rank takes part.
+    /// Waits until the save that is being written is complete. Collective: every rank takes part.
     pub(super) fn finish(&mut self, trainer: &Trainer) -> Result<()> {
         let join = |writer: JoinHandle<_>| {
             writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -205,7 +205,7 @@ fn remove_older(path: &Path, steps: usize, keep: usize) {
     older.for_each(|steps| drop(fs::remove_file(beside(path, &step_mark(*steps)))));
 }
 
-/// Lists the numbers of steps of the numbered files on the disk.
+/// Lists the numbers of steps in the names of the numbered files on the disk.
 fn numbered(path: &Path) -> Vec<usize> {
     let Ok(entries) = fs::read_dir(files::folder_of(path)) else { return Vec::new() };
     let number = |name: OsString| {
@@ -290,8 +290,8 @@ impl ToSave<'_> {
         Ok(())
     }
 
-    /// Returns the bytes of one save: the model, the optimizer's state and the averages of weights. A folder may hold
-    /// some weights twice: in the model's files, and in the file to resume from.
+    /// Returns the bytes of one save: the model, the optimizer's state and the averages of weights. A folder may
+    /// hold some weights twice: in the model's files, and in the file to resume from.
     fn bytes(&self) -> Result<Bytes> {
         let options = self.options;
         let _shapes_alone = meta::enter();
@@ -335,7 +335,8 @@ impl ToSave<'_> {
     }
 }
 
-/// Returns the free bytes of the path's file system for this user; none if the file system does not report them.
+/// Returns the bytes of the path's file system that are free for this user, or none if the file system does not
+/// report them.
 fn free_bytes(path: &Path) -> Option<Bytes> {
     let found = rustix::fs::statvfs(folder_of(path)).ok().filter(|found| found.f_blocks > 0)?;
     Some(Bytes(found.f_bavail.saturating_mul(found.f_frsize)))

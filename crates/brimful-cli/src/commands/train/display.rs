@@ -54,7 +54,7 @@ impl Display {
         })
     }
 
-    /// Returns the counter of samples for a step that is still running.
+    /// Returns a handle that counts samples while a step is running.
     pub(super) fn ticker(&self) -> Ticker {
         self.progress.ticker()
     }
@@ -109,7 +109,7 @@ impl Display {
     }
 }
 
-/// Reports an epoch, or a test within one.
+/// Reports an epoch, or a test within an epoch.
 pub(super) fn tell(told: &(impl Serialize + fmt::Display), trainer: &Trainer) -> Result<()> {
     match (trainer.is_first(), trainer.options.json) {
         (false, _) => Ok(()),

@@ -130,7 +130,7 @@ fn open_logs(trainer: &Trainer) -> Result<Option<LogFiles>> {
     LogFiles::open(log.as_deref(), events.as_deref(), resumed).map(Some)
 }
 
-/// Tests and saves, if either is due after the step that has just run.
+/// Tests if a test is due after the last step, and saves if a save is due.
 fn look(
     trainer: &mut Trainer,
     display: &mut Display,

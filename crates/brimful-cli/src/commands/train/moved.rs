@@ -68,8 +68,8 @@ fn describes_model(path: &Path) -> bool {
     is_direct && (is_weights || DESCRIPTIONS.iter().any(|name| path == Path::new(name)))
 }
 
-/// Compares the content at a flag's path now with the content when the run was saved. `is_moved` is true if the path
-/// has changed.
+/// Compares the content at a flag's path now with the content when the run was saved. `is_moved` is true if the
+/// path has changed.
 pub(super) fn compare(flag: &str, then: &Metadata, now: &Metadata, is_moved: bool) -> Content {
     let is_same = |suffix: &str| {
         let key = format!("{flag}{suffix}");

@@ -55,7 +55,7 @@ pub(super) fn settle(
     }
     let device = options.devices(world, 1)?[0];
     let here = capacity(device, options.memory_limit)?.map(|capacity| capacity.0);
-    // All ranks use the least capacity, so they decide alike.
+    // All ranks use the least capacity of any rank, so that all make the same decision.
     let capacities = world.share("capacity", &here)?;
     let Some(capacity) = capacities.into_iter().flatten().min() else {
         return Ok(OffloadPlan::Device);

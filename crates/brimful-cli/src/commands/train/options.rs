@@ -302,7 +302,7 @@ impl Length {
         self.max_steps.unwrap_or_else(|| self.epochs.unwrap_or(usual).saturating_mul(in_epoch))
     }
 
-    /// Returns the number of epochs of `in_epoch` steps; the last may be incomplete.
+    /// Returns the number of epochs of `in_epoch` steps. The last epoch may be incomplete.
     pub(super) fn epochs(&self, in_epoch: usize) -> usize {
         self.steps(in_epoch).div_ceil(in_epoch.max(1))
     }

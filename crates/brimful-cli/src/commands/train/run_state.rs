@@ -1,5 +1,5 @@
-//! Progress of a run: its epochs and steps, the totals of the current epoch, the results of its tests, and the cut of an
-//! epoch into mini-batches.
+//! Progress of a run: its epochs and steps, the totals of the current epoch, the results of its tests, and the cut
+//! of an epoch into mini-batches.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -44,7 +44,7 @@ impl RunState {
         let mut told = tests.told();
         told.insert(EPOCH.into(), epoch.to_string());
         told.insert(STEP.into(), running.steps.to_string());
-        // Debug format, which parses back to the same bits.
+        // The Debug format parses back to the same bits.
         told.insert(LOSS.into(), format!("{:?}", running.loss));
         told.insert(LEARNING_RATE.into(), format!("{rate:?}"));
         told
@@ -70,7 +70,7 @@ fn number<N: FromStr>(metadata: &Metadata, key: &str) -> Result<N> {
 pub(super) struct Running {
     /// Steps done.
     pub(super) steps: usize,
-    /// Part of the epoch's mean loss that its steps have contributed so far.
+    /// Part of the epoch's mean loss that the done steps contribute.
     pub(super) loss: f64,
     pub(super) peak: Bytes,
     pub(super) retries: usize,
@@ -82,7 +82,7 @@ pub(super) struct Running {
 }
 
 impl Running {
-    /// Adds a step. `share` is the step's share of the epoch's samples, and `time` its whole time.
+    /// Adds a step. `share` is the step's share of the epoch's samples, and `time` is the whole time of the step.
     pub(super) fn add(&mut self, step: &Record, share: f64, time: Duration) {
         self.steps += 1;
         self.samples += step.samples;
@@ -98,12 +98,12 @@ impl Running {
         }
     }
 
-    /// Returns the samples per second; 0 if no step has run.
+    /// Returns the samples per second, or 0 if no step has run.
     pub(super) fn samples_per_s(&self) -> f64 {
         if self.samples == 0 { 0.0 } else { self.samples as f64 / self.time.as_secs_f64() }
     }
 
-    /// Returns the last automatic size taken.
+    /// Returns the automatic size that was taken last.
     pub(super) fn size(&self) -> Option<usize> {
         self.decisions.last().map(|decision| decision.size)
     }
@@ -127,7 +127,7 @@ pub(super) struct TestsSoFar {
 }
 
 impl TestsSoFar {
-    /// Adds a test after `step` steps, and returns whether it is the best so far.
+    /// Adds a test after `step` steps, and returns whether the test is the best so far.
     pub(super) fn add(&mut self, loss: f64, step: usize) -> bool {
         self.last = Some(step);
         let better = self.best.is_none_or(|(best, _)| loss < best);
@@ -149,7 +149,7 @@ impl TestsSoFar {
     pub(super) fn told(&self) -> Metadata {
         let mut told = Metadata::new();
         if let Some((loss, step)) = self.best {
-            // Debug format, which parses back to the same bits.
+            // The Debug format parses back to the same bits.
             told.insert(BEST_LOSS.into(), format!("{loss:?}"));
             told.insert(BEST_STEP.into(), step.to_string());
             told.insert(SINCE_BEST.into(), self.since_best.to_string());
@@ -177,9 +177,9 @@ impl TestsSoFar {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EpochCut {
     samples: usize,
-    /// Samples of a mini-batch.
+    /// Number of samples in a mini-batch, except the last.
     size: usize,
-    /// Mini-batches of a step; the last step may have fewer.
+    /// Number of mini-batches in a step. The last step may have fewer.
     accumulate: usize,
 }
 

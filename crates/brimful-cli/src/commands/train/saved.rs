@@ -1,5 +1,6 @@
 //! A training run in one safetensors file: the model's tensors under their own names, the optimizer's state, and
-//! the run's options. In a model's folder, the file has only the tensors that the folder's other files lack.
+//! the run's options. In a model's folder, the file leaves out tensors that a resumed run loads from the folder's
+//! other files, or from the pretrained model.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -67,7 +68,8 @@ impl SavedRun {
         };
         let has_averages = trainer.options.recipe.ema.is_some();
         let run = match goes_on {
-            // Leaves out tensors that the folder's other files have, and tensors that are not trained.
+            // Leaves out tensors that a resumed run loads from the folder's other files, or from the pretrained
+            // model.
             true => Self::of_run(trainer, |name| folder.lacks(name, has_averages))?,
             false => Self { tensors: Vec::new(), metadata: Metadata::new(), model: None },
         };
@@ -177,7 +179,8 @@ fn weights_alone(file: &Path) -> String {
     }
 }
 
-/// Checks that the run can continue with the data. Within an epoch, the data must not have changed.
+/// Checks that the run can continue with the data. If the run stopped within an epoch, the data must not have
+/// changed.
 fn check_data(metadata: &Metadata, running: &Running, trainer: &Trainer) -> Result<()> {
     ensure!(
         running.steps <= trainer.steps(),
@@ -229,8 +232,8 @@ fn kept(prefix: &str, tensors: &Named, metadata: &Metadata) -> (Named, Metadata)
     (taken(prefix, tensors), metadata.iter().filter_map(text).collect())
 }
 
-/// Adds the model's tensors that the run's file in a folder lacks. They are in the folder's other files, or unchanged
-/// from the pretrained model.
+/// Adds the model's tensors that the run's file in a folder lacks. They are in the folder's other files, or
+/// unchanged from the pretrained model.
 fn add_unsaved(path: &Path, model: &mut Named, trainer: &Trainer) -> Result<()> {
     let Some(folder) = &trainer.folder else {
         bail!("it is the folder of a fine-tuned model: give --model FOLDER")
@@ -262,7 +265,7 @@ fn check_told(metadata: &Metadata, trainer: &Trainer) -> Result<()> {
                     None => out.push(format!("--{flag}")),
                 }
             }
-            // The data may grow between epochs.
+            // The data may grow between epochs, which `check_data` checks.
             Content::Other if flag != "data" => bail!(
                 "{} holds other weights or another description now than it was made with: give it those",
                 run_flags::shown(flag, then)

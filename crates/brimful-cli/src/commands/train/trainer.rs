@@ -76,7 +76,7 @@ pub struct Epoch {
 }
 
 impl Trainer {
-    /// Builds a model with its initial parameters, on one device, on several, or in stages.
+    /// Builds a model with its initial parameters: on one device, on several devices, or in stages.
     pub fn new(options: &TrainOptions) -> Result<Self> {
         let model = open_model(options)?;
         let usual = UsualSettings::of(&model, options);
@@ -162,7 +162,7 @@ impl Trainer {
         self.state.epoch * self.steps() + self.state.running.steps
     }
 
-    /// Returns the number of all steps, if the tests do not stop the run early.
+    /// Returns the number of all steps of the run, unless the tests stop the run early.
     fn all_steps(&self) -> usize {
         self.options.length.steps(self.steps())
     }
@@ -245,8 +245,8 @@ impl Trainer {
 
     /// Takes the next step of the epoch. The caller records the step. `ticker` counts samples while the step runs.
     ///
-    /// The order of each epoch and the random numbers of each step have their own seeds. A repeated or resumed step has
-    /// the same seeds.
+    /// The order of each epoch and the random numbers of each step have their own seeds. So a repeated or resumed
+    /// step draws the numbers that it drew at first.
     pub(super) fn step(&mut self, ticker: Option<Ticker>) -> Result<Record> {
         let start = Instant::now();
         tch::manual_seed(seed_of(
@@ -375,7 +375,7 @@ impl Trainer {
     }
 }
 
-/// Opens the model of the options, and refuses options that do not apply to it.
+/// Opens the model that the options name, and refuses options that do not apply to the model.
 fn open_model(options: &TrainOptions) -> Result<Model> {
     let model = Model::open(&options.model, &options.fine_tune)?;
     if let (Some(folder), Some(place)) = (model.folder(), options.saved_folder()) {
@@ -388,7 +388,7 @@ fn open_model(options: &TrainOptions) -> Result<Model> {
     Ok(model)
 }
 
-/// Opens the samples of the options, and refuses options that do not apply to them.
+/// Opens the samples that the options name, and refuses options that do not apply to the samples.
 fn open_data(model: &Model, options: &TrainOptions) -> Result<Dataset> {
     let TrainOptions { data, sequence, image, seed, .. } = options;
     let wishes = SampleWishes { sequence: *sequence, image: *image, pixels: None };
@@ -404,7 +404,7 @@ fn open_data(model: &Model, options: &TrainOptions) -> Result<Dataset> {
     Ok(dataset)
 }
 
-/// Returns the weighted mean, which is exact for a single value, and the sum of the weights.
+/// Returns the weighted mean and the sum of the weights. The mean of a single value is exactly this value.
 fn weighted_mean(values: &[f64], weights: &[f64]) -> (f64, f64) {
     values.iter().zip(weights).fold((0.0, 0.0), |(mean, before), (value, weight)| {
         let all = before + weight;
@@ -412,8 +412,8 @@ fn weighted_mean(values: &[f64], weights: &[f64]) -> (f64, f64) {
     })
 }
 
-/// Returns the seed of a step. Step 0 is for the epoch's order, and epoch 0 for the initial parameters. Nearby steps
-/// get seeds that are far apart.
+/// Returns the seed of a step. Step 0 is for the epoch's order, and epoch 0 for the initial parameters. Nearby
+/// steps get seeds that are far apart.
 fn seed_of(seed: u64, epoch: usize, step: usize) -> i64 {
     let epoch = (epoch as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let step = (step as u64).wrapping_mul(0xD1B5_4A32_D192_ED03);

@@ -138,7 +138,7 @@ mod tests {
         let noise = RgbImage::from_fn(64, 64, |x, y| Rgb([(x * y % 251) as u8, x as u8, y as u8]));
         noise.save(&path).expect("written");
         let large = fs::read(&path).expect("a file");
-        // As cameras write it: a thumbnail in a segment of its own before the image.
+        // A file as cameras write it: before the image, a separate segment holds a thumbnail.
         let length = (small.len() as u16 + 2).to_be_bytes();
         let whole = [&large[..2], &[0xff, 0xe1], &length, &small, &large[2..]].concat();
         fs::write(&path, &whole).expect("written");

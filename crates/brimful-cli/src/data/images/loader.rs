@@ -32,7 +32,8 @@ impl ImageLoader {
         self.images.len()
     }
 
-    /// Loads every image once, in an order given by the seed, and prepares the next mini-batch while `take` uses one.
+    /// Loads every image once, in an order given by the seed, and prepares the next mini-batch while `take` uses
+    /// the current one.
     ///
     /// # Errors
     /// Fails if no image of a mini-batch can be read.

@@ -85,8 +85,8 @@ pub(crate) fn are_images(path: &Path) -> Result<bool> {
     Ok(entries(path)?.iter().any(|entry| entry.is_dir() || is_image(entry)))
 }
 
-/// Opens image files, or all images of a folder. Images in a folder with one subfolder per class have targets; other
-/// images have -1. Fails if `known` lacks a class of the folder.
+/// Opens image files, or all images of a folder. Images in a folder with one subfolder per class have targets;
+/// other images have -1. Fails if `known` lacks a class of the folder.
 pub(crate) fn open_new(
     paths: &[PathBuf],
     side: Option<usize>,

@@ -135,7 +135,7 @@ mod tests {
 
     use super::*;
 
-    /// Makes five images, each of a class of its own; the fourth file is not an image.
+    /// Makes five files, each of a different class. The fourth file is not an image.
     fn samples(folder: &std::path::Path) -> ImageSamples {
         let file = |number: u32| {
             let path = folder.join(format!("{number}.png"));
