@@ -36,11 +36,11 @@ Exit codes:
 pub enum Exit {
     /// Success.
     Done,
-    /// Failure for any reason without a code of its own.
+    /// Failure for any reason that has no separate exit code.
     Failed,
     /// Invalid command line or config file.
     WrongUse,
-    /// Memory ran out, or would.
+    /// Memory ran out, or would run out.
     DoesNotFit,
     /// A check ran and found a fault.
     Fault,
@@ -106,8 +106,8 @@ pub fn wrong_use(text: impl Into<String>) -> anyhow::Error {
     ErrorWithExit { exit: Exit::WrongUse, text: text.into() }.into()
 }
 
-/// Turns an error in reading data or a model's folder into an error of wrong use. Leaves an I/O error unchanged,
-/// and an error that has a code other than [`Exit::Failed`], such as out of memory.
+/// Turns an error in reading data or a model's folder into an error of wrong use. Leaves I/O errors unchanged.
+/// Also leaves errors unchanged that have an exit code other than [`Exit::Failed`], such as out of memory.
 pub(crate) fn wrong_content(error: anyhow::Error) -> anyhow::Error {
     let is_of_system = error.chain().any(|cause| cause.is::<std::io::Error>());
     match is_of_system || Exit::of(&error) != Exit::Failed {
@@ -150,8 +150,8 @@ pub fn ran_out(error: &anyhow::Error) -> bool {
     error.chain().any(tells_of_memory)
 }
 
-/// Returns whether an error means out of memory. The library's errors carry the answer; the text of any other
-/// error tells.
+/// Returns whether an error means out of memory. The library's errors carry this information; other errors are
+/// recognised by their texts.
 fn tells_of_memory(cause: &(dyn std::error::Error + 'static)) -> bool {
     match cause.downcast_ref::<Error>() {
         Some(error) => error.out_of_memory().is_some(),

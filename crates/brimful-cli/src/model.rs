@@ -308,7 +308,8 @@ impl FineTune {
         }
     }
 
-    /// Returns whether [`FineTune::load_saved`] does not restore a variable, so that the run's file must hold it.
+    /// Returns whether the run's file must hold a variable, because [`FineTune::load_saved`] cannot restore the
+    /// variable.
     pub(crate) fn lacks(&self, name: &str, has_averages: bool) -> bool {
         match self.lora {
             Some(_) => Lora::is_adapter(name),

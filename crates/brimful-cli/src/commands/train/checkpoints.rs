@@ -61,8 +61,8 @@ impl Checkpoints {
             Keep::Last | Keep::Best => None,
         };
         self.write(trainer, SavedRun::of, move |run| match numbered {
-            // Writes the numbered file first. If the run is killed before the other file is replaced, the run
-            // resumes from the previous save, and writes the numbered file again.
+            // Writes the numbered file first. If the run is killed before the file of `--save` is replaced, the
+            // run resumes from the previous save, and writes the numbered file again.
             Some((file, count)) => {
                 let written = run.write(&file)?;
                 if written.is_none() {

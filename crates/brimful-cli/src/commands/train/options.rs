@@ -217,7 +217,8 @@ impl TrainOptions {
         }
     }
 
-    /// Returns the number of samples in the largest micro-batch. An automatic size is guessed, to measure layers with.
+    /// Returns the number of samples in the largest micro-batch. If the size is automatic, returns a guess, to
+    /// measure layers with.
     pub(super) fn guessed_micro_batch(&self, batch_size: usize) -> usize {
         self.given_micro_batch(batch_size).unwrap_or_else(|| batch_size.div_ceil(8))
     }
@@ -566,8 +567,8 @@ impl RankOptions {
         (each * world.size() == self.replicas).then_some(each)
     }
 
-    /// Returns the number of parts into which the ranks divide a mini-batch. The ranks of one replica load the same
-    /// part.
+    /// Returns the number of parts into which the ranks divide a mini-batch. All ranks of a replica load the
+    /// replica's part.
     pub(super) fn parts(&self, world: &World) -> usize {
         self.replicas.min(world.size())
     }

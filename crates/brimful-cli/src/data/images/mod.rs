@@ -18,12 +18,12 @@ use samples::{ImageFile, ImageSamples};
 pub use loader::ImageLoader;
 /// File extensions of images.
 const ENDINGS: [&str; 3] = ["jpg", "jpeg", "png"];
-/// Limit on the number of broken images that are named; the others are only counted.
+/// Limit on the number of broken images whose paths are printed. Further broken images are only counted.
 const NAMED: usize = 10;
-/// Images checked between two updates of the progress line.
+/// Number of images checked between two updates of the progress line.
 const AT_A_LOOK: usize = 1024;
 
-/// Classes by name, each with its images sorted by name.
+/// Classes by name, each with the paths of its images, sorted by name.
 type Classes = BTreeMap<String, Vec<PathBuf>>;
 
 /// Returns whether a folder has subfolders, as a folder of image classes does.
