@@ -150,7 +150,7 @@ impl Ema {
         swapped.map(drop)
     }
 
-    /// Restores the model's own weights, to the last bit. Does nothing if they are in place.
+    /// Restores the model's own weights, to the last bit. Does nothing if the averages are not swapped in.
     ///
     /// # Errors
     /// When libtorch refuses, or a worker has ended.

@@ -16,8 +16,8 @@
 //! # Ok::<(), brimful::Error>(())
 //! ```
 //!
-//! *Atomic.* A step allocates all that it needs before it changes anything, and nothing afterwards. A step
-//! that runs out of memory leaves parameters, state and step counters unchanged.
+//! *Atomic.* A step allocates all the memory that it needs before it changes anything. A step that runs out of
+//! memory leaves parameters, state and step counters unchanged.
 //!
 //! *Half precision.* Updates go to f32 masters: bf16 has 8 significant bits, and most of a small update would be
 //! rounded away. A bf16 parameter is the upper half of its master, so its state has only the lower 16 bits. The
@@ -61,7 +61,7 @@ pub struct Optimizer {
 }
 
 impl Pipeline {
-    /// Makes an optimizer of all parameters, including frozen ones, which it skips while they are frozen. The new
+    /// Makes an optimizer of all parameters. The optimizer skips parameters while they are frozen. The new
     /// optimizer replaces an earlier one.
     ///
     /// # Errors

@@ -45,7 +45,7 @@ pub(crate) struct PipelineAttempt {
     /// Bytes that each worker's device must have; none if its memory is not counted.
     pub(super) needs: Vec<Option<Bytes>>,
     pub(super) normalised: bool,
-    /// BatchNorm layers in this process that are not this library's.
+    /// Number of BatchNorm layers in this process that are not this library's.
     pub(super) unmanaged_norms: usize,
     /// Workers' reports, if the workers reported as soon as they had run.
     pub(super) reports: Option<Vec<PartReport>>,

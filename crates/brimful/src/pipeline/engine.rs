@@ -400,7 +400,7 @@ impl Pipeline {
         workers.all(move |worker| worker.tell(others))
     }
 
-    /// Moves the layers' statistics from later replicas of this process to the first one.
+    /// Moves the layers' statistics from later replicas of this process to the first replica.
     fn gather_statistics(&self, workers: &Workers<Worker>) -> Result<()> {
         if self.ranks.replicas_here == 1 {
             return Ok(());

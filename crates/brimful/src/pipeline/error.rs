@@ -310,7 +310,7 @@ impl PipelineError {
 }
 
 impl Error {
-    /// Returns the out-of-memory report of this error, from here, a stage of a pipeline or another rank.
+    /// Returns this error's out-of-memory report, if memory ran out in this process or in another rank.
     pub fn out_of_memory(&self) -> Option<&OutOfMemory> {
         match self {
             Self::OutOfMemory(oom) => Some(oom),
@@ -320,8 +320,8 @@ impl Error {
         }
     }
 
-    /// Describes the non-finite loss or gradient that was refused, here, in a stage of a pipeline or on
-    /// another rank; such as `the loss is NaN`.
+    /// Describes the non-finite loss or gradient that was refused in this process or in another rank, for example
+    /// `the loss is NaN`.
     pub fn non_finite(&self) -> Option<String> {
         match self {
             Self::Loss(LossError::NonFinite { value, .. }) => Some(format!("the loss is {value}")),

@@ -133,7 +133,7 @@ impl Pipeline {
         self.schedule
     }
 
-    /// Returns the number of offloaded stages; in a world, of this rank.
+    /// Returns the number of offloaded stages. In a world, counts only this rank's stages.
     ///
     /// # Errors
     /// When a worker has ended.

@@ -21,8 +21,8 @@ impl Pipeline {
         (self.workers.clone(), self.ranks.clone())
     }
 
-    /// Makes each worker's part of an optimizer of the parameters that the worker owns. If one cannot be made, all
-    /// workers keep the parts of an earlier optimizer.
+    /// Makes each worker's part of an optimizer of the parameters that the worker owns. If a part cannot be made,
+    /// all workers keep the parts of an earlier optimizer.
     pub(crate) fn make_optimizers(&self, method: Method) -> Result<()> {
         let make = move |worker: &mut Worker| {
             let owned = worker.variables.owned().filter(|variable| variable.trainable);
@@ -43,8 +43,8 @@ impl Pipeline {
         workers.each_or_error(parts, take).map(drop)
     }
 
-    /// Makes each worker's part of averages of the variables that the worker owns. If one cannot be made, all workers
-    /// keep the parts of earlier averages.
+    /// Makes each worker's part of averages of the variables that the worker owns. If a part cannot be made, all
+    /// workers keep the parts of earlier averages.
     pub(crate) fn make_averages(&self, decay: f64) -> Result<()> {
         let make = |worker: &mut Worker| {
             worker.offload_all()?;

@@ -204,7 +204,7 @@ impl Handshake {
         &self.samples[self.replica]
     }
 
-    /// Returns the samples of each replica before this rank's.
+    /// Returns the samples of each replica before this rank's replica.
     pub(crate) fn before(&self) -> &[Samples] {
         &self.samples[..self.replica]
     }

@@ -59,7 +59,7 @@ pub struct Timeline {
     pub actions: Arc<Actions>,
     /// For each device, its actions with their times in seconds since the step's start.
     pub spans: Vec<Vec<Span>>,
-    /// For each device, its transfers over the host link and its waits for them, in seconds since the same
+    /// For each device, its transfers over the host link and its waits for them, in seconds since the step's
     /// start; empty without transfers, or unless [requested](crate::Pipeline::trace_transfers).
     pub host_links: Vec<HostLinkUse>,
 }

@@ -11,8 +11,8 @@ use crate::batch::Samples;
 use crate::{Error, Result, memory};
 use brimful_plan::bytes::Bytes;
 
-/// Automatic sizes of the attempts at one mini-batch, one after the other, until one fits into memory on all devices of all
-/// ranks in the team.
+/// Automatic sizes of the attempts at one mini-batch. Attempts follow each other until one fits into memory on all
+/// devices of all ranks in the team.
 #[derive(Debug)]
 pub(super) struct AttemptSizes<'a> {
     size: MicroBatches,

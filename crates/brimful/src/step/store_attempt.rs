@@ -141,8 +141,8 @@ impl StoreAttempt {
         }
     }
 
-    /// Merges a later mini-batch that was detached, or another replica's part. If its loss has other terms, it
-    /// is rolled back as if it had not run.
+    /// Merges a later mini-batch that was detached, or another replica's part. If the loss of the later part has
+    /// different terms, the later part is rolled back as if it had not run.
     pub(crate) fn extend(&mut self, mut later: Self) -> Result<()> {
         let pooled = later.undo.statistics.pool();
         if let Err(error) = pooled.and_then(|()| self.tally.extend(later.tally)) {
@@ -160,8 +160,8 @@ impl StoreAttempt {
         Ok(())
     }
 
-    /// Returns the index of each of these parameters among its own, and appends new ones: every mini-batch may
-    /// have reached other leaves outside the store.
+    /// Returns the index of each of these parameters in `self.parameters`, and appends new parameters: every
+    /// mini-batch may have reached different leaves outside the store.
     fn places_of(&mut self, parameters: Vec<Tensor>) -> Vec<usize> {
         let mine = &mut self.parameters;
         let place = |(at, parameter): (usize, Tensor)| {
@@ -177,7 +177,8 @@ impl StoreAttempt {
         parameters.into_iter().enumerate().map(place).collect()
     }
 
-    /// Returns the report that a commit needs; with `others`, it also describes this part's sums to other ranks.
+    /// Returns the report that a commit needs. With `others`, the report also describes this part's sums to other
+    /// ranks.
     pub(crate) fn report(&mut self, policy: NonFinitePolicy, others: bool) -> Result<PartReport> {
         check_dense(&self.parameters, &self.variables)?;
         if !others {
@@ -288,8 +289,8 @@ impl StoreAttempt {
         if !present.contains(&true) {
             return Ok(Total::default());
         }
-        // In a step of one mini-batch all ranks divide by the same unit. So a single group's factor is the same
-        // on all of them, and gradients may be in flight before it is known.
+        // In a step of one mini-batch all ranks divide by the same unit. So a single group's factor is the same on
+        // all ranks, and gradients may be in flight before the factor is known.
         let alike = factors.len() <= 1 && self.unit == whole.samples;
         sums.total_over_ranks(&self.parameters, factors, alike, collective, present)
     }

@@ -58,7 +58,7 @@ pub(crate) struct Exchange {
 }
 
 impl Exchange {
-    /// Returns the channel on which the gradients of this rank's only part are added to those of all other
+    /// Returns the channel on which the gradients of this rank's only part are added to the gradients of all other
     /// replicas; `None` with one replica.
     pub(crate) fn summing(&self) -> Option<RankSum> {
         let everyone = || self.team.world.everyone();
@@ -209,7 +209,7 @@ impl SeenPart {
     }
 }
 
-/// A failed attempt and its time: of several failures the first is reported.
+/// A failed attempt, and the time of its failure, because the earliest of several failures is reported.
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) at: Instant,

@@ -28,7 +28,8 @@ impl Parameter {
 }
 
 impl OptimizerPart {
-    /// Returns whether every parameter of this part has a state that fits it, and `held` is true of all its tensors.
+    /// Returns whether every parameter of this part has a state that fits the parameter, and `held` is true of all
+    /// tensors of the state.
     pub(crate) fn has_states(&self, part: usize, held: impl Fn(&Tensor) -> bool) -> bool {
         let mut parameters = self.parameters.iter().filter(|parameter| parameter.is_of(Some(part)));
         parameters.all(|parameter| {

@@ -60,7 +60,8 @@ impl Inbox {
         self.announced.iter().find(|message| message.ahead.is_none()).map(|message| message.first)
     }
 
-    /// Posts the receives of all transfers that begin before this number, even without free places.
+    /// Posts the receives of all transfers whose first tensor has a number below `before`, even without free
+    /// places.
     pub(super) fn ask_ahead(
         &mut self,
         wire: &mut dyn Wire,

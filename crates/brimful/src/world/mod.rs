@@ -131,7 +131,8 @@ impl World {
         self.0.as_ref().map_or(0, |member| member.rank)
     }
 
-    /// Returns this process's number among those on its machine, which can select its device.
+    /// Returns this process's number among the processes on its machine. A program can choose its device by this
+    /// number.
     pub fn rank_on_host(&self) -> usize {
         let hosts = self.hosts();
         let rank = self.rank();

@@ -151,8 +151,8 @@ impl Builder {
         Ok(stage_locations(&locations, &self.boundaries, actions.placement()))
     }
 
-    /// Checks, before anything is built, that no graph of an offloaded stage outlives its weights in a step
-    /// of the usual number of micro-batches. Other lists are checked when they are made.
+    /// Checks before the build that no graph of an offloaded stage outlives the stage's weights. Checks a step of
+    /// the usual number of micro-batches. Other lists are checked when they are made.
     fn check_lists(
         &self,
         schedule: Schedule,

@@ -37,9 +37,9 @@ pub enum Offload {
     /// [`Builder::sample`](super::Builder::sample), and counts the optimizer's state only if it is
     /// [reserved](super::Builder::reserve).
     ///
-    /// A model that fits stays on its devices, in the balance that was found to fit. For a model that does not
-    /// fit, the plan chooses balance, schedule and boundaries, and which stages recompute their activations, in
-    /// place of [`Builder::boundaries`](super::Builder::boundaries) and
+    /// A model that fits stays on its devices, in the balance for which the plan found that it fits. For a model
+    /// that does not fit, the plan chooses balance, schedule and boundaries, and which stages recompute their
+    /// activations, in place of [`Builder::boundaries`](super::Builder::boundaries) and
     /// [`Builder::recompute`](super::Builder::recompute). The number of micro-batches stays.
     ///
     /// [`Builder::balance`](super::Builder::balance) and [`Builder::schedule`](super::Builder::schedule) stay too.

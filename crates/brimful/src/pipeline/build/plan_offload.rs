@@ -181,7 +181,7 @@ impl Builder {
         })
     }
 
-    /// Returns whether the builder has a balance or a schedule, so that a plan must not choose them.
+    /// Returns whether the builder has a balance or a schedule: then a plan must choose neither.
     fn has_own_stages(&self) -> bool {
         self.schedule.is_some() || !self.balance.is_even()
     }

@@ -291,8 +291,8 @@ impl<Y: Batch + 'static, O: Batch + 'static> SharedLoss<Y, O> {
         Self(Arc::new(Mutex::new(loss)))
     }
 
-    /// Returns the closure as the last stage of each pipeline calls it, with the number of a micro-batch;
-    /// and the collection of its outputs.
+    /// Returns a closure for the last stage of each pipeline, and the collection of the closures' outputs. A last
+    /// stage calls its closure with the number of a micro-batch.
     fn for_each(
         &self,
         target: &Y,

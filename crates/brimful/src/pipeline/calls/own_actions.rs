@@ -73,8 +73,8 @@ mod tests {
     #[test]
     fn a_graph_whose_weights_have_left_goes_backward_in_no_step() {
         let lists = [
-            // Without recomputation, and with one whose weight gradient (dW) runs after its weights have
-            // left.
+            // The first list has no recomputation. In the second, a weight gradient (dW) runs after the stage's
+            // weights have left.
             "0F0,1F0,2F0,0F1,1F1,2F1,2B0,1B0,0B0,2B1,1B1,0B1",
             "0F0,1F0,2F0,0F1,1F1,2F1,2R0,2I0,1R0,1B0,0R0,0B0,2W0,2R1,2B1,1R1,1B1,0R1,0B1",
         ];

@@ -230,7 +230,7 @@ impl Pipeline {
         }
     }
 
-    /// Computes and counts the loss, and its gradient for each output.
+    /// Computes and counts the loss, and computes the loss's gradient for each output.
     fn loss_of(
         &self,
         outputs: &Outputs,

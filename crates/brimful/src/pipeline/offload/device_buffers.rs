@@ -139,7 +139,7 @@ impl DeviceBuffers {
         Ok(())
     }
 
-    /// Makes this thread's work on the device wait for the stage's buffer, and returns it.
+    /// Makes this thread's work on the device wait until the stage's buffer is filled, and returns the buffer.
     pub(super) fn wait(&mut self, at: usize) -> Result<Tensor> {
         let buffer = self.buffers.iter_mut().find(|buffer| buffer.holds == Some(at));
         let buffer = buffer.expect("a stage is fetched before it is used");

@@ -235,7 +235,8 @@ impl OffloadedStages {
         visit: Visit,
         clock: &mut TransferClock,
     ) -> Result<()> {
-        // The owner's waiting update changes a shared parameter, so `enter` fetches this stage after that update.
+        // The waiting update of an owner changes a parameter that this stage shares, so `enter` fetches this stage
+        // after the update.
         if self.owners(at).any(|owner| self.waiting.contains_key(&owner)) {
             return Ok(());
         }

@@ -54,8 +54,8 @@ fn after(end: &mut usize, numbers: usize, kind: Kind) -> usize {
 /// Offloaded stage, with its host buffers.
 #[derive(Debug)]
 pub(crate) struct OffloadedStage {
-    /// The stage's own variables first, in the order of their offsets; then those that it shares with an
-    /// earlier stage.
+    /// Variables: first the stage's own, in the order of their offsets, then the variables of earlier stages that
+    /// it shares.
     variables: Vec<OffloadedVariable>,
     /// Host buffer of the stage's own variables, which are copied in one piece.
     weights: HostBuffer,
@@ -73,7 +73,7 @@ pub(crate) struct OffloadedStage {
 }
 
 impl OffloadedStage {
-    /// Transfers these variables from their device to the host, with this dtype; `shared` ones are already
+    /// Transfers these variables from their device to the host, with this dtype; `shared` variables are already
     /// there.
     pub(crate) fn take_in(
         own: Vec<(String, Tensor)>,

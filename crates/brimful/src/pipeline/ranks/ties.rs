@@ -52,7 +52,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// Returns the ties with this end in this rank, each with a number that no other channel has.
+    /// Returns the ties whose `end` (copy or owner) is in this rank, each with a number that no other channel has.
     fn ties_of(&self, end: fn(&Tie) -> usize) -> impl Iterator<Item = (u32, &Tie)> {
         // Numbers below 2^28 belong to channels between stages and to buckets of gradients.
         (1 << 28..).zip(&*self.ties).filter(move |(_, tie)| self.has(end(tie)))

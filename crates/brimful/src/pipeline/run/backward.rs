@@ -163,8 +163,8 @@ impl WorkerRun {
     /// Announces which parameters get gradients next: the stage's own, or any if the user's closure follows,
     /// which may use others.
     ///
-    /// Gradients are complete after the worker's last whole backward or weight gradient (dW), of any stage:
-    /// from then on they may leave for the other replicas.
+    /// Gradients are complete after the worker's last whole backward or weight gradient (dW), of any stage: from
+    /// then on, they may be sent to the other replicas.
     fn expect_gradients(&mut self, at: usize) {
         let part = (!self.ends_in_closure(at)).then_some(at);
         self.accumulator().expect_part(part);

@@ -55,7 +55,7 @@ impl ActionClock {
         Ok(())
     }
 
-    /// Marks the end of an action's work; after it, the worker waits for others.
+    /// Marks the end of an action's work, before the worker waits for other workers.
     pub(crate) fn end(&mut self, action: Action) -> Result<()> {
         if let Some(begun) = self.begun.take() {
             let ended = self.event()?;

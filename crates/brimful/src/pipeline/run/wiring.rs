@@ -1,5 +1,5 @@
-//! Makes the channels of one step. Each step has new channels, so that a worker that drops its ends wakes every
-//! worker that waits for them.
+//! Makes the channels of one step. Each step has new channels, so a worker that drops its channel ends wakes every
+//! worker that waits at the opposite ends.
 //!
 //! ```text
 //!   stage j ── values ──▶ stage j + 1      as many places as the schedule needs

@@ -1,4 +1,4 @@
-//! Builds the site of a worker: stages, one after the other, and all that they need to run.
+//! Builds the site of a worker: its stages, and all that the stages need to run.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -50,8 +50,8 @@ pub(crate) struct StageBuild {
 }
 
 impl Blueprint {
-    /// Builds the stages in this store, and offloads stages one after the other, so that the device never
-    /// holds them all.
+    /// Builds the stages in this store. Offloads each offloaded stage before the next stage is built, so that the
+    /// device never holds all stages.
     fn stages(
         &self,
         store: &VarStore,

@@ -221,9 +221,9 @@ impl Worker {
         resident
     }
 
-    /// Fails if a stage that shares a parameter ends its backward after the parameter's owner: the
-    /// optimizer updates a stage at its last backward, when the gradients of tied parameters must be
-    /// complete. Weight gradients (dW) may come later.
+    /// Fails if a stage that shares a parameter ends its backward after the parameter's owner: the optimizer
+    /// updates a stage at its last backward, when the gradients of tied parameters must be complete. Weight
+    /// gradients (dW) belong to the backward, and may come late.
     fn check_updates_in_backward(&self, run: &WorkerRun) -> Result<()> {
         let stage = |at: usize| self.site.stages[at].id;
         let end = |at| run.last_backward(stage(at));

@@ -29,8 +29,8 @@ impl Worker {
         Ok(report)
     }
 
-    /// Sums up all that a commit needs, and returns the gradients that belong to other workers, before they are
-    /// rounded to their parameters' dtype.
+    /// Sums up all that a commit needs. Returns the gradients that belong to other workers, not yet rounded to
+    /// their parameters' dtype.
     pub(crate) fn sum_up(
         &mut self,
         whole: &Arc<Whole>,

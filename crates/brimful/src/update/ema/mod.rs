@@ -78,7 +78,7 @@ impl EmaPart {
         Ok(foreach::copy(&variables, &values(&self.averages))?)
     }
 
-    /// Restores the model's own weights. Does nothing if they are in place.
+    /// Restores the model's own weights. Does nothing if the averages are not swapped in.
     pub(crate) fn swap_out(&mut self) -> Result<()> {
         let Some(own) = &self.own else { return Ok(()) };
         let _no_grad = tch::no_grad_guard();

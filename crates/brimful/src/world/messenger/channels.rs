@@ -194,8 +194,8 @@ impl Messenger {
         Ok(())
     }
 
-    /// Returns the cause of a sum's wait: its own device, the rank that sends the next part, or the rank
-    /// that this rank's part is still being sent to.
+    /// Returns the cause of a sum's wait: its own device, the rank that sends the next part, or the rank to which
+    /// this rank still sends a part.
     pub(in crate::world) fn ring_waits_for(&mut self, channel: Channel) -> Wait {
         let ring = self.rings.get(&channel).filter(|ring| !ring.is_waiting());
         let Some((before, after)) = ring.map(|ring| (ring.before(), ring.after())) else {
