@@ -196,8 +196,9 @@ impl Drop for StreamedSamples {
     }
 }
 
-/// Number of tokens of which the widths of micro-batches are multiples. With few widths, CUDA graphs are reused more
-/// often. If the limit on a sample's length is no such multiple, the next smaller divisor of the limit is used.
+/// Number of tokens of which the widths of micro-batches are multiples. With few widths, CUDA graphs are reused
+/// more often. If the limit on a sample's length is no such multiple, the next smaller divisor of the limit is
+/// used.
 const STEP: i64 = 64;
 
 /// Inputs or targets of a mini-batch.
