@@ -204,8 +204,8 @@ impl WorkerRun {
 }
 
 /// Prepares a transfer for its channel. Copies the tensors to host staging if they wait there, as the transfer
-/// `one`; otherwise records an event if a different worker receives them. Tensors wait on the host because all
-/// micro-batches may pass a stage before the next stage takes the first output.
+/// `one`; otherwise records an event if a different worker of this process receives them. Tensors wait on the host
+/// because all micro-batches may pass a stage before the next stage takes the first output.
 fn finish_transfer(
     site: &Site,
     transfer: StageTransfer,
