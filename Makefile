@@ -75,9 +75,11 @@ libtorch: rust ## bring libtorch, as .libtorch: what crates elsewhere need
 format: rust
 	cargo fmt --all --check
 
-# Without libtorch, like the docs: nothing is linked, so the bridge's C++ need not be compiled.
+# Without libtorch, like the docs: nothing is linked, so the bridge's C++ need not be compiled. Most users build the
+# program without MPI, so that is checked too.
 clippy: rust
 	cargo clippy --workspace --all-targets --features doc-only $(MPI) -- -D warnings
+	@$(if $(MPI),cargo clippy -p brimful-cli --features doc-only -- -D warnings)
 
 # Builds a crate elsewhere as the guide says; after `test-all`, which compiles most of it.
 own-crate: libtorch

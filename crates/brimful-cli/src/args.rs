@@ -156,7 +156,7 @@ impl CommandLine for BrimfulArgs {
         // read only once, so with a pipe the program does not restart.
         if self.command.computes() && self.global.config.as_ref().is_none_or(|path| path.is_file())
         {
-            command_line::sleep_soon();
+            command_line::sleep_soon(self.global.threads);
         }
         let mut files = self.command.files();
         files.extend(files::read("--config", self.global.config.as_ref()));

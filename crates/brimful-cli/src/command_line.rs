@@ -110,8 +110,9 @@ const SAID: [&str; 2] = ["OMP_WAIT_POLICY", "KMP_BLOCKTIME"];
 /// library reads its variables when it is loaded, before `main`. Returns without a restart if the environment
 /// already sets how threads wait, as it does after a restart, or allows only one thread. Also returns if the
 /// restart fails.
-pub(crate) fn sleep_soon() {
-    let is_alone = env::var_os("OMP_NUM_THREADS").is_some_and(|threads| threads == "1");
+pub(crate) fn sleep_soon(threads: Option<usize>) {
+    let by_environment = || env::var_os("OMP_NUM_THREADS").is_some_and(|number| number == "1");
+    let is_alone = threads.map_or_else(by_environment, |threads| threads == 1);
     if is_alone || SAID.iter().chain([&SPINS.0]).any(|name| env::var_os(name).is_some()) {
         return;
     }

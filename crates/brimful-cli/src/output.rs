@@ -7,6 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use brimful::{internal, save};
+use brimful_torch::libtorch;
 use serde::Serialize;
 
 use crate::exit::{self, has_exit, ran_out};
@@ -60,7 +61,7 @@ pub(crate) fn piece(text: &str) -> Result<()> {
         match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => match exit::ask_unread() {
                 true => Ok(()),
-                false => std::process::exit(0),
+                false => libtorch::exit_at_once(0),
             },
             written => written.context("cannot write to standard output"),
         }

@@ -73,8 +73,8 @@ impl SavedWeights {
         let told = name.and_then(|name| name.parse::<ModelName>().ok());
         if let (Some(folder), None) = (name, told) {
             return Err(wrong_use(format!(
-                "{path} is a run of the folder {folder}: the command that saved it makes a folder of its model, \
-                 with --resume {path} and another --save FOLDER"
+                "{path} is a fine-tuning run of {folder}, not a model: to write its model to a folder, run brimful train \
+                 --resume {path} --save FOLDER"
             )));
         }
         match (asked, told) {

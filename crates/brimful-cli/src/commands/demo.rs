@@ -23,7 +23,9 @@ pub(crate) fn run() -> Result<Exit> {
     };
     match error.chain().find_map(|cause| cause.downcast_ref::<Error>()?.out_of_memory()) {
         Some(oom) => line(&format!("  {oom}"))?,
-        None => bail!("the plain step failed for another reason: {error:#}"),
+        None => {
+            bail!("the step without micro-batches failed, but not for lack of memory: {error:#}")
+        }
     }
     line(&format!("\nIn micro-batches, with an automatic size:\n  {TRAIN}"))?;
     line("")?;

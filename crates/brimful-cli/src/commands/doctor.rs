@@ -193,7 +193,7 @@ impl fmt::Display for Diagnosis {
         }
         writeln!(f, "cuda      {}", self.cuda)?;
         let vectors = self.cpu_capability.as_deref().unwrap_or("no vector instructions");
-        writeln!(f, "threads   {} an operation, {} cores, {vectors}", self.threads, self.cores)?;
+        writeln!(f, "threads   {} per operation, {} cores, {vectors}", self.threads, self.cores)?;
         writeln!(f, "features  {}\n", self.features.join(", "))?;
         writeln!(f, "{:<8}  {:>9}  {:>9}  model", "device", "total", "free")?;
         for row in &self.devices {

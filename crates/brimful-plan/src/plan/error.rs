@@ -28,7 +28,7 @@ pub enum PlanError {
         value: f64,
     },
     /// No combination can be built.
-    #[error("none of the {count} combinations can be built; the first: {first}")]
+    #[error("none of the {count} combinations can be built; the first fails with: {first}")]
     NothingBuilt {
         /// Number of combinations.
         count: usize,

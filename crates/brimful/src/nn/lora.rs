@@ -76,8 +76,8 @@ impl Lora {
         Some((*rank, alpha / *rank as f64))
     }
 
-    /// Merges the adapter of the weight `name`, which is among these variables, into a copy of the weight: that of
-    /// an equal model without LoRA. Returns a weight without an adapter unchanged. `inputs_first` is the
+    /// Returns a copy of the weight `name` with its adapter merged in, so that a model without LoRA computes the
+    /// same. The adapter is among `variables`. Returns a weight without an adapter unchanged. `inputs_first` is the
     /// projection's [setting](super::ProjectionConfig::inputs_first).
     ///
     /// # Errors

@@ -126,44 +126,47 @@ pub(crate) fn run<E: Engine, O>(
                     Some(sizes) => sizes.next(engine),
                     None => Cut::given(handshake.own().clone(), size),
                 };
-                let (mut cut, exchange) = match cut {
-                    // Each attempt has its own channels, so that it never reads messages that a failed attempt
-                    // left in flight.
-                    Ok(cut) => (cut, team.exchange()),
-                    Err(error) => break Err(error),
-                };
-                let ended = match exchange {
-                    Ok(exchange) => {
-                        let (cut, handshake, exchange) = (&mut cut, &handshake, &exchange);
-                        let ran = run_attempt(engine, AttemptContext { cut, handshake, exchange });
-                        ended(engine, ran, ending, exchange, start, &mut parked)
-                    }
+                let ended = match cut {
                     Err(error) => Err(error),
-                };
-                let ended = ended.map_err(|error| engine.failed(error));
-                let ended = match (&mut sizes, ended) {
-                    (Some(sizes), ended) => sizes.end(engine, cut, ended),
-                    (None, Ok((step, _))) => Ok(Some(step)),
-                    // Retries once, if the engine can free memory. With several ranks, all would have to agree on
-                    // the retry.
-                    (None, Err(error))
-                        if log.retries == 0
-                            && team.is_alone()
-                            && error.out_of_memory().is_some()
-                            && engine.free_memory().unwrap_or(false) =>
-                    {
-                        tracing::info!("{error}: retrying with all activations offloaded");
-                        log.retries = 1;
-                        Ok(None)
+                    Ok(mut cut) => {
+                        // Each attempt has its own channels, so that it never reads messages that a failed attempt
+                        // left in flight.
+                        let ended = match team.exchange() {
+                            Err(error) => Err(error),
+                            Ok(exchange) => {
+                                let (cut, handshake) = (&mut cut, &handshake);
+                                let context =
+                                    AttemptContext { cut, handshake, exchange: &exchange };
+                                let ran = run_attempt(engine, context);
+                                ended(engine, ran, ending, &exchange, start, &mut parked)
+                            }
+                        };
+                        match (&mut sizes, ended.map_err(|error| engine.failed(error))) {
+                            (Some(sizes), ended) => sizes.end(engine, cut, ended),
+                            (None, Ok((step, _))) => Ok(Some(step)),
+                            // Retries once, if the engine can free memory. With several ranks, all would have to
+                            // agree on the retry.
+                            (None, Err(error))
+                                if log.retries == 0
+                                    && team.is_alone()
+                                    && error.out_of_memory().is_some()
+                                    && engine.free_memory().unwrap_or(false) =>
+                            {
+                                tracing::info!("{error}: retrying with all activations offloaded");
+                                log.retries = 1;
+                                Ok(None)
+                            }
+                            (None, Err(error)) => Err(error),
+                        }
                     }
-                    (None, Err(error)) => Err(error),
                 };
                 match ended {
                     Ok(Some(step)) => {
                         let log = sizes.map_or(log, |sizes| sizes.log);
                         break Ok((step, handshake.seed(), log));
                     }
-                    Ok(None) => {}
+                    // A panic that another rank's earlier failure outran is not the next attempt's.
+                    Ok(None) => parked = ParkedPanic::default(),
                     Err(error) if fell_back => break Err(error),
                     Err(error) => match engine.falls_back(&error) {
                         Ok(true) => {

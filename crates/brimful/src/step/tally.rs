@@ -244,7 +244,7 @@ fn check_alike(
     if before.eq(now) { Ok(()) } else { Err(differ.into()) }
 }
 
-/// Returns a term's part of a micro-batch; `None` where it has none.
+/// Returns what a micro-batch contributes to a term; `None` if it contributes nothing.
 fn counted(term: &Term, part: &MicroBatchWeight) -> Result<Option<TermPart>> {
     let weight = match &term.over {
         Over::Samples => Weight::Number(part.samples),

@@ -158,7 +158,7 @@ impl World {
     }
 
     /// Sets the time without a heartbeat after which a rank is given up. All ranks must set the same timeout,
-    /// because a rank sends ten heartbeats within its own timeout.
+    /// because a rank sends ten heartbeats within its own timeout. A world of one process ignores it.
     ///
     /// # Errors
     /// When the world has ended.
@@ -176,7 +176,7 @@ impl World {
     }
 
     /// Sets how long this rank waits for another rank. The time must be longer than any work that one rank does
-    /// alone, such as an evaluation.
+    /// alone, such as an evaluation. A world of one process waits for nobody, and ignores it.
     ///
     /// # Errors
     /// When the world has ended.

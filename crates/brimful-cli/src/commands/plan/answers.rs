@@ -212,7 +212,7 @@ fn from_file(options: &PlanOptions, path: &Path) -> Result<PlanAnswer> {
 
 fn from_numbers(options: &PlanOptions) -> Result<Vec<PlanAnswer>> {
     let (Some(stages), Some(micro_batches)) = (options.stages, options.num_micro_batches) else {
-        bail!("plain numbers need --stages and --num-micro-batches");
+        bail!("a plan without --model or --profile needs --stages and --num-micro-batches");
     };
     let recompute = options.recompute.unwrap_or_default();
     let schedules = options.schedules();

@@ -208,7 +208,11 @@ impl Trainer {
     /// Lists the options that should make the model fit a device with this limit.
     fn remedies(&self, limit: Option<Bytes>) -> Vec<String> {
         let size = ModelSize::of(&self.layers, &self.options);
-        size.map(|size| size.remedies(&self.options, limit)).unwrap_or_default()
+        // The layers are built once more for it, which needs memory too.
+        size.map_or_else(
+            |_| vec!["use a smaller model".to_owned()],
+            |size| size.remedies(&self.options, limit),
+        )
     }
 
     /// Says that a single sample does not fit, if `fixed_remedy` cannot tell from the fixed bytes.

@@ -609,5 +609,5 @@ fn start() -> Result<World> {
 fn start() -> Result<World> {
     let reason = "it was started by mpirun or srun, but built without MPI: build it with \
                   --features mpi";
-    Err(wrong_use(reason))
+    Err(crate::exit::wrong_use(reason))
 }
