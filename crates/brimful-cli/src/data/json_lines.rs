@@ -333,7 +333,7 @@ mod tests {
             (
                 "a.jsonl",
                 r#"{"conversations": [{"from": "bing", "value": "x"}]}"#.into(),
-                "is from bing: give human, gpt or system",
+                "has `from`: bing; it must be human, gpt or system",
             ),
             (
                 "a.jsonl",

@@ -57,7 +57,7 @@ pub struct PlanOptions {
     #[arg(long, value_name = "FILE")]
     pub(super) svg: Option<PathBuf>,
 
-    /// Write a timeline of the best schedule, for ui.perfetto.dev
+    /// Write the timeline of a step for ui.perfetto.dev [of the best schedule]
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
 
