@@ -48,8 +48,8 @@ pub const STAGES: &str = "Number of devices in the pipeline, each with a stage";
 
 /// Long help of `--stages`.
 pub(crate) const STAGES_LONG: &str = "\
-    Number of devices in the pipeline. A device has one stage by default, two with zero-bubble-v and auto-v, and N \
-    with a schedule whose name ends in a number N: two with interleaved-2";
+    Number of devices in the pipeline (not of stages, if a device has several). A device has one stage by default, V \
+    with a schedule whose name ends in -V (two with interleaved-2), and two with zero-bubble-v and auto-v";
 
 pub const SCHEDULE: &str = "Pipeline schedule: gpipe, 1f1b, interleaved-V, auto, …";
 

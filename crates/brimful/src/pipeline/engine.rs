@@ -501,7 +501,7 @@ impl Pipeline {
 }
 
 fn attempt_of(plan: &AttemptPlan, done: Vec<WorkerDone>) -> PipelineAttempt {
-    // `done` lists one replica's workers after the other, and all replicas have the same layers.
+    // `done` is grouped by replica, and all replicas have the same number of workers.
     let workers = (done.len() / plan.portions.len().max(1)).max(1);
     let norms = |replica: &[WorkerDone]| replica.iter().map(|done| done.unmanaged_norms).sum();
     let ranges = plan.portions.iter().flat_map(|portion| &portion.ranges);

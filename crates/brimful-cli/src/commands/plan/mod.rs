@@ -107,7 +107,7 @@ impl PlanAnswer {
     }
 }
 
-/// Makes a run of the steps that the table shows, the best first.
+/// Makes the record from which the report shows the steps of the table, the best first.
 fn run_of(options: &PlanOptions, shown: &[PlanAnswer], in_seconds: bool) -> Run {
     let devices = shown.iter().map(|answer| answer.step.actions.devices()).max().unwrap_or(0);
     let mut run = Run::new(format!("a plan for {devices} devices"));

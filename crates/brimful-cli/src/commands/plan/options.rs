@@ -57,7 +57,7 @@ pub struct PlanOptions {
     #[arg(long, value_name = "FILE")]
     pub(super) svg: Option<PathBuf>,
 
-    /// Write the timeline of a step for ui.perfetto.dev [of the best schedule]
+    /// Write a step's timeline for ui.perfetto.dev [the best schedule's]
     #[arg(long, value_name = "FILE")]
     pub(super) trace: Option<PathBuf>,
 

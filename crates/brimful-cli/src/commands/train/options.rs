@@ -349,7 +349,7 @@ pub(crate) struct Stages {
     #[arg(help = format!("{} [default: 1f1b]", words::SCHEDULE))]
     #[arg(long_help = format!("{} [default: 1f1b; with --offload all, breadth-first]", words::SCHEDULES))]
     pub(crate) schedule: Option<Schedule>,
-    /// Write the timeline of a step for ui.perfetto.dev [of the last one]
+    /// Write a step's timeline for ui.perfetto.dev [the last step's]
     #[arg(long, value_name = "FILE", help_heading = "Output", hide_short_help = true)]
     pub(crate) trace: Option<PathBuf>,
 }

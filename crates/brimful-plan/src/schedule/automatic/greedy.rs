@@ -253,7 +253,7 @@ impl<'a> GreedyRun<'a> {
             ActionKind::Forward => progress.boundaries.push(arrival),
             _ => progress.gradients_in.push(arrival),
         }
-        // Check now, too: a device that did not know of this input has no check scheduled.
+        // Check at `now` too: an idle device may decide to wait for this input, and has no other check scheduled.
         for at in [now, arrival] {
             self.looks.push(Reverse((SimulatedTime(at), to)));
         }

@@ -296,7 +296,8 @@ impl<'a> Player<'a> {
         play.held.end(now, action);
         let pair = (action.stage, action.micro_batch);
         let is_let_go = action.kind == ActionKind::Forward && self.waiting.contains(&pair);
-        // The first stage's input still has to be sent. The host has copies of the other stages' inputs.
+        // The host has copies of the inputs of later stages, which are dropped from the device now. The first
+        // stage's input has no copy until it has been sent to the host.
         if is_let_go && action.stage > StageId(0) {
             play.held.give(now, self.costs.input_bytes_of(action.stage));
             play.away.insert(Payload::Boundary(action.stage, action.micro_batch));
