@@ -404,7 +404,7 @@ fn a_run_that_is_over_is_saved_to_another_place() {
     );
     said(&format!("{train} --save {file}"));
     let generate = |weights: &str| format!("generate --device cpu --prompt a --tokens 1 {weights}");
-    refused(&generate(&format!("--weights {file}")), 2, "with --resume ");
+    refused(&generate(&format!("--weights {file}")), 2, "run brimful train --resume ");
     for place in [&copy, &model] {
         let again = said(&format!("{train} --resume {file} --save {place}"));
         assert!(again.contains("nothing to do: 1 step done already"), "{again}");
