@@ -31,7 +31,7 @@ impl Pipeline {
     /// `loss` runs on the last stage's thread, once for each micro-batch, and again if an automatic size
     /// retries the step. It gets the model's output (a [`Tensor`], or several as a `Vec`, an array or a
     /// tuple: [`ModelOutput`]) and the micro-batch's part of `target`, both on that stage's device. It
-    /// returns its [`Loss`](crate::Loss), or a pair of the loss and outputs, or a `Result` of either.
+    /// returns its [`Loss`], or a pair of the loss and outputs, or a `Result` of either.
     ///
     /// # Errors
     /// When anything fails, in any stage: gradients, statistics and random state are then as before, and
