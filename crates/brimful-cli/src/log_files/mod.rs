@@ -62,7 +62,7 @@ pub(crate) struct TestFigures {
 }
 
 /// Requested logs.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct LogFiles {
     table: Option<Log<StepTable>>,
     events: Option<Log<Events>>,

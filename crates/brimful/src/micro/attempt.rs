@@ -26,7 +26,7 @@ use crate::world::WorldError;
 use crate::{Error, Result};
 
 /// Settings of an attempt.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct AttemptSettings {
     pub(crate) role: BatchRole,
     /// Identity of the user's closure, for CUDA graphs.

@@ -67,7 +67,7 @@ enum Runner {
 
 /// State that is saved beside a model: the optimizer's state, and the state of the weight averages if there are
 /// averages.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Kept {
     pub(super) optimizer: (Named, Metadata),
     pub(super) averages: Option<(Named, Metadata)>,
